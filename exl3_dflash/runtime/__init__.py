@@ -1,0 +1,1 @@
+"""Generation: the engine interface, the reference engine, sampling, statistics and streaming text."""
