@@ -114,8 +114,14 @@ class TargetSession(Protocol):
         """The committed tokens, as a new list."""
         ...
 
-    def forward(self, ids: torch.Tensor, tap_ids: Sequence[int] | None = None) -> TapRows:
-        """Append ids (T,), T >= 1. Returns logits (T, V) float32 and taps (T, K*Ht), (T, 0) where tap_ids is None."""
+    def forward(
+        self, ids: torch.Tensor, tap_ids: Sequence[int] | None = None, logit_rows: int | None = None
+    ) -> TapRows:
+        """Append ids (T,), T >= 1. Returns taps (T, K*Ht), (T, 0) where tap_ids is None, and logits (T, V) float32.
+
+        logit_rows n computes only the last n rows of logits (n, V), None where n is 0: a long prompt needs one row, and
+        all of them would take T*V*4 bytes. If the forward is interrupted the session stays as it was before the call.
+        """
         ...
 
     def rollback(self, length: int) -> None:
@@ -144,7 +150,7 @@ class Target(Protocol):
         ...
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalised hidden (..., Ht) to logits (..., V) float32: the model's logit scale and softcap, no final norm."""
+        """Normalised hidden (..., Ht) to logits (..., V) float32: with logit scale and softcap, no final norm."""
         ...
 
     def tap_rows(self, ids: torch.Tensor, tap_ids: Sequence[int], want_logits: bool = False) -> TapRows:
