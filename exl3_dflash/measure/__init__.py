@@ -1,0 +1,1 @@
+"""Measurement: teacher-forced fidelity of drafters and its statistics (definitions: docs in each module)."""
