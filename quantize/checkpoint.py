@@ -1,8 +1,29 @@
-"""EXL3 checkpoints: safetensors directories read strictly, and (see the modules named here) written as ExLlamaV3 does.
+"""EXL3 checkpoints: read from safetensors directories strictly, written as ExLlamaV3's converter writes them.
 
-- `quantize.tensor_directory`: the tensors of a directory, one file or shards with an index.
+One name for what four modules hold:
+
+- `quantize.tensor_directory`: the tensors of a directory, one file or shards with an index;
+- `quantize.exl3_tensors`: the quantized linear layers among them;
+- `quantize.quantization_config`: what the configuration files say;
+- `quantize.checkpoint_writer`: a directory that appears complete or not at all.
 """
 
+from quantize.checkpoint_writer import CheckpointWriter, check_destination, require_space
+from quantize.exl3_tensors import StoredLinear, layer_tensors, linear_names, read_linear
+from quantize.quantization_config import FORMAT_VERSION, QuantizationConfig, mean_bits, tensor_storage
 from quantize.tensor_directory import TensorDirectory
 
-__all__ = ["TensorDirectory"]
+__all__ = [
+    "FORMAT_VERSION",
+    "CheckpointWriter",
+    "QuantizationConfig",
+    "StoredLinear",
+    "TensorDirectory",
+    "check_destination",
+    "layer_tensors",
+    "linear_names",
+    "mean_bits",
+    "read_linear",
+    "require_space",
+    "tensor_storage",
+]

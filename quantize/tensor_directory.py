@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quantize.errors import Exl3DflashError
-from quantize.safetensors_header import TensorEntry, read_header
+from quantize.safetensors_file import TensorEntry, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

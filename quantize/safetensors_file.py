@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read strictly.
+"""The safetensors file format: headers read strictly, files written without a copy in memory.
 
 A safetensors file is an 8-byte little-endian length, that many bytes of JSON (`{name: {dtype, shape, data_offsets}}`,
 plus an optional `__metadata__`), then the tensors' bytes back to back in one data section. Readers differ in how much
@@ -6,13 +6,15 @@ of this they check: an interrupted download or a file with holes may load in one
 the next. So everything is checked here before a single tensor is used: the file's size against the header, every
 entry's offsets against its shape and type, and the data section for gaps, overlaps and repeated names.
 
-Left out: the tensors themselves, which `quantize.tensor_directory` maps into memory through the safetensors package.
+Left out: reading the tensors themselves, which `quantize.tensor_directory` maps into memory through the safetensors
+package.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "F8_E5M2": torch.float8_e5m2,
     }
 )
+
+DTYPE_TAGS: Mapping[torch.dtype, str] = MappingProxyType({dtype: tag for tag, dtype in TORCH_DTYPES.items()})
 
 _DOWNLOAD_AGAIN = "download or write the file again"
 
@@ -168,3 +172,30 @@ def _check_data_section(file: Path, entries: Mapping[str, TensorEntry], data_byt
 def _first_cut(entries: Iterable[tuple[str, TensorEntry]], data_bytes: int) -> str:
     """The name of the first tensor that ends past the data that is there."""
     return min((entry.begin, name) for name, entry in entries if entry.end > data_bytes)[1]
+
+
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write CPU tensors to a new safetensors file and flush it to the disk; each tensor goes straight from its memory.
+
+    Wide types come first, so that every tensor is aligned to its element size. The metadata says `format: pt`, which
+    transformers asks for.
+
+    Raises:
+        OSError: from the file system, for example when the disk is full. A partial file may be left.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in ordered:
+        offsets = [position, position + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        position = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for _, tensor in ordered:
+            if tensor.numel():
+                stream.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
