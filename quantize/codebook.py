@@ -1,15 +1,15 @@
 """EXL3's three codebooks: the 65,536 values that a 16-bit trellis state can stand for.
 
-A codebook is a hash, not a stored table: the state is multiplied (32-bit wrap-around), and the bits of the product become
-a value. Every step is defined in fp16 with one rounding, so the values are exact and the same everywhere:
+A codebook is a hash, not a stored table: the state is multiplied (32-bit wrap-around), and the bits of the product
+become a value. Every step is defined in fp16 with one rounding, so the values are exact and the same everywhere:
 
-- `mul1`: the four bytes of `state * 0x83DCD12D` are added to 1024 and scaled by one fp16 fused multiply-add; a sum of four
-  bytes is close to Gaussian, with unit spread.
-- `mcg` and `3inst`: the bits of the product are masked and flipped so that both 16-bit halves are fp16 numbers of moderate
-  size; the value is their fp16 sum (spread 1.244). They differ in the multiplication only.
+- `mul1`: the four bytes of `state * 0x83DCD12D` are added to 1024 and scaled by one fp16 fused multiply-add; the sum
+  of four bytes is close to Gaussian, with unit spread.
+- `mcg` and `3inst`: the bits of the product are masked and flipped so that both 16-bit halves are fp16 numbers of
+  moderate size; the value is their fp16 sum (spread 1.244). They differ in the multiplication only.
 
-The arithmetic below runs in float32/int64, where each intermediate is exact, and rounds to fp16 once at the end. Left out:
-any approximation for other state widths; EXL3 has 16-bit states only. Format: ExLlamaV3 (turboderp).
+The arithmetic below runs in int64 and float32, where each intermediate is exact, and rounds to fp16 once at the end.
+Left out: other state widths, since EXL3 has 16-bit states only. The format is ExLlamaV3's (turboderp).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def codebook_table(name: str) -> Tensor:
 
 
 def codebook_marker(name: str) -> Tensor | None:
-    """The 0-d int32 tensor stored as `<linear>.<codebook>` that names the codebook; None for 3inst, which stores none."""
+    """The 0-d int32 tensor stored as `<linear>.<codebook>` to name the codebook; None for 3inst, which has none."""
     check_codebook(name)
     if name == "3inst":
         return None
@@ -78,9 +78,9 @@ def _product(state: Tensor, multiplier: int) -> Tensor:
 
 
 def _byte_sum_values(product: Tensor) -> Tensor:
-    byte_sum = sum((product >> shift) & 0xFF for shift in (0, 8, 16, 24))
-    scale, bias = (_fp16_from_bits(bits).item() for bits in (_MUL1_SCALE_FP16_BITS, _MUL1_BIAS_FP16_BITS))
-    # An 11-bit integer times an 11-bit significand plus the bias needs 22 bits: exact in float32, so one rounding remains.
+    byte_sum = (product & 0xFF) + (product >> 8 & 0xFF) + (product >> 16 & 0xFF) + (product >> 24)
+    scale, bias = _fp16_from_bits(torch.tensor([_MUL1_SCALE_FP16_BITS, _MUL1_BIAS_FP16_BITS])).float()
+    # An 11-bit integer times an 11-bit significand, plus the bias, needs 22 bits: exact in float32, then one rounding.
     return ((1024 + byte_sum).float() * scale + bias).half().float()
 
 
@@ -90,7 +90,6 @@ def _half_sum_values(product: Tensor) -> Tensor:
     return (_fp16_from_bits(bits & 0xFFFF).float() + _fp16_from_bits(bits >> 16).float()).half().float()
 
 
-def _fp16_from_bits(bits: Tensor | int) -> Tensor:
-    unsigned = torch.as_tensor(bits, dtype=torch.int64)
-    signed = unsigned - ((unsigned & 0x8000) << 1)
+def _fp16_from_bits(bits: Tensor) -> Tensor:
+    signed = bits - ((bits & 0x8000) << 1)
     return signed.to(torch.int16).view(torch.float16)

@@ -1,9 +1,10 @@
 """Trellis encoding: for each tile of 256 weights, the bit stream whose decoded values are nearest in squared error.
 
-The search is an exact float32 Viterbi search in C++ (`quantize/native/viterbi.h` defines it to the bit), about 400 times
-the speed of the same search in numpy. It runs on CPU tensors; tiles are independent, so they are spread over threads and
-the result does not depend on their number or on the instruction set. Costs are float32 sums over 256 positions: a tile
-with outliers far beyond the codebook's range (about 4) keeps a valid stream, with the resolution that float32 leaves.
+The search is an exact float32 Viterbi search in C++; `quantize/native/viterbi.h` defines it to the bit, and
+`benchmarks/encode.py` measures it. It runs on CPU tensors. Tiles are independent, so they are spread over threads,
+and the result depends neither on their number nor on the instruction set. Costs are float32 sums over 256 positions:
+a tile with outliers far beyond the codebook's range (about 4) still gets a valid stream, with the resolution that
+float32 leaves.
 
 Left out: approximate searches (candidate lists, int16 costs), and the CUDA encoder of ExLlamaV3.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -71,7 +74,7 @@ def encoder_paths() -> tuple[str, ...]:
 
 @cache
 def default_threads() -> int:
-    """Physical cores that this process may run on: two threads of one core share the vector units that the search fills."""
+    """Physical cores that this process may run on: sibling threads share the vector units, which the search fills."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
@@ -103,13 +106,12 @@ def _check_tiles(tiles: Tensor) -> None:
         )
 
 
-def _native():  # noqa: ANN202
+def _native() -> ModuleType:
     try:
-        from quantize import _native as module
+        return import_module("quantize._native")
     except ImportError as error:
         raise Exl3DflashError(
             f"the compiled encoder quantize._native cannot be imported ({error})",
             expected="it was built when the package was installed",
             fix="reinstall with `pip install .` and a C++17 compiler",
         ) from error
-    return module

@@ -1,17 +1,18 @@
 """The EXL3 bit stream: packing trellis states, unpacking them, and decoding a whole layer.
 
-A tile of 16 x 16 weights is a ring of 256 positions. Each position owns K bits of a circular stream of 256 K bits, and its
-16-bit state is the window of the stream that ends with its own bits, so neighbouring states share 16 - K bits and the first
-positions read around the end of the ring (tail-biting). A state is looked up in a codebook; see `quantize.codebook`.
+A tile of 16 x 16 weights is a ring of 256 positions. Each position owns K bits of a circular stream of 256 K bits,
+and its 16-bit state is the window of the stream that ends with its own bits, so neighbouring states share 16 - K bits
+and the first positions read around the end of the ring (tail-biting). A state is looked up in a codebook; see
+`quantize.codebook`. Rates 1.5, 2.5 and 3.5 alternate: even positions own floor(K) bits, odd ones a bit more (mul1
+only, as in ExLlamaV3).
 
-Rates 1.5, 2.5 and 3.5 alternate: even positions own floor(K) bits, odd ones a bit more (mul1 only, as in ExLlamaV3).
+Memory layout: the stream is stored most significant bit first in little-endian 32-bit words, kept as int16, so the
+16-bit piece `j` of the stream is element `j ^ 1` of the tile's row. Within a tile, position 8t + q is row 2 (t % 4) +
+(q & 1) + 8 ((q >> 1) & 1) and column t // 4 + 8 (q >> 2), the order in which a tensor core wants its weights. Written
+in bits this transposes short axes, so tiles and matrices convert by reshape and permute.
 
-Memory layout: the stream is stored most significant bit first in little-endian 32-bit words, kept as int16. The 16-bit piece
-`j` of the stream is therefore element `j ^ 1` of the tile's row. Within a tile, position 8t + q is row
-2 (t % 4) + (q & 1) + 8 ((q >> 1) & 1) and column t // 4 + 8 (q >> 2), which is the order in which a tensor-core fragment
-wants its weights. Written in bits this is a transposition of short axes, so tiles and matrices convert by reshape and permute.
-
-Left out: rings of other lengths (ExLlamaV3 has 160 for n-gram tables). Everything here is plain torch and runs on any device.
+Left out: rings of other lengths (ExLlamaV3 has 160 for n-gram tables). All of it is plain torch and runs on any
+device.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def tile_permutation() -> tuple[Tensor, Tensor]:
 
 
 def weight_to_tiles(weight: Tensor) -> Tensor:
-    """Cut a matrix (in, out), both multiples of 16, into tiles in ring order: (in/16, out/16, 256), same dtype, contiguous."""
+    """Cut a matrix (in, out), both multiples of 16, into tiles in ring order: contiguous (in/16, out/16, 256)."""
     rows, columns = weight.shape
     if rows % TILE or columns % TILE:
         raise Exl3DflashError(f"weight of shape ({rows}, {columns})", expected=f"multiples of {TILE} on both sides")
@@ -155,7 +156,7 @@ def _window_ends(bits: float) -> Tensor:
 
 
 def _pack_fields(fields: Tensor, width: int) -> Tensor:
-    """Concatenate int32 (tiles, n) fields of `width` bits, most significant bit first, to int16 (tiles, n * width / 16)."""
+    """Concatenate int32 (tiles, n) fields of `width` bits, most significant first, to int16 (tiles, n * width / 16)."""
     shifts = torch.arange(width - 1, -1, -1, device=fields.device, dtype=torch.int32)
     stream = ((fields[..., None] >> shifts) & 1).view(len(fields), -1, 16)
     weights = 1 << torch.arange(15, -1, -1, device=fields.device, dtype=torch.int32)
