@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +85,11 @@ class CheckpointWriter:
     ) -> None:
         self._discard()
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors added so far."""
+        return sum(_bytes(shape, dtype) for shape, dtype in self._facts.values())
+
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor; every name once. It is written when its shard is full, so do not change it afterwards."""
         assert name not in self._facts, f"tensor {name} added twice"
@@ -110,8 +115,12 @@ class CheckpointWriter:
         """
         self._config = (config, quantization)
 
-    def finish(self) -> Path:
-        """Write what is left, put the directory in place, and return its path."""
+    def finish(self, check: Callable[[Path], object] | None = None) -> Path:
+        """Write what is left, put the directory in place, and return its path.
+
+        Args:
+            check: is given the complete directory before it gets its final name; what it raises discards everything.
+        """
         assert self._facts, "a checkpoint without tensors"
         self._flush()
         self._name_shards()
@@ -120,8 +129,10 @@ class CheckpointWriter:
             storage = {**config["quantization_config"], "tensor_storage": tensor_storage(self._facts)}
             self._write_json(CONFIG_NAME, config)
             self._write_json(QUANTIZATION_NAME, storage)
+        temporary = self._inside("")
+        if check is not None:
+            check(temporary)
         with _writing(self.out_dir):
-            temporary = self._inside("")
             temporary.chmod(0o777 & ~_umask())
             _put_in_place(temporary, self.out_dir)
         self._temporary, self._made_parents = None, []
@@ -147,9 +158,8 @@ class CheckpointWriter:
             for number, name in enumerate(names):
                 self._inside(_draft_name(number)).rename(self._inside(name))
         if count > 1:
-            total = sum(_bytes(shape, dtype) for shape, dtype in self._facts.values())
             weight_map = {tensor: names[number] for number, shard in enumerate(self._shards) for tensor in shard}
-            self._write_json(INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            self._write_json(INDEX_NAME, {"metadata": {"total_size": self.tensor_bytes}, "weight_map": weight_map})
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         file = self._inside(name)
