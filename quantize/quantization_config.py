@@ -39,7 +39,7 @@ class QuantizationConfig:
     """
 
     bits: float
-    head_bits: int
+    head_bits: float
     codebook: str
     out_scales: str
     calibration_rows: int
@@ -51,7 +51,7 @@ class QuantizationConfig:
             "quant_method": "exl3",
             "version": FORMAT_VERSION,
             "bits": round(self.bits, 2),
-            "head_bits": self.head_bits,
+            "head_bits": int(self.head_bits) if self.head_bits == int(self.head_bits) else self.head_bits,
             "calibration": {"rows": self.calibration_rows, "cols": self.calibration_cols},
             "out_scales": self.out_scales,
             "codebook": self.codebook,
