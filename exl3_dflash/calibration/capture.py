@@ -1,0 +1,152 @@
+"""What each linear layer of a drafter really receives, as one Hessian per distinct input.
+
+For every calibration row the target yields its taps, anchors are sampled, and one many-anchors forward of the drafter
+feeds the accumulators; nothing but the Hessians (FP32, features x features) outlives a row.
+
+k_proj and v_proj read two streams: the context (each token once) and the block (B rows for each verify step). At run
+time a step advances by the accept length tau, so per token they occur as 1 : B / tau; their Hessian is that mixture of
+the two streams' means (DFlash calibration layout). All other linears read one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from exl3_dflash.calibration.anchors import sample_anchors
+from exl3_dflash.calibration.rows import TokenRow
+from exl3_dflash.drafter.checkpoint import LinearSpec
+from exl3_dflash.drafter.model import DrafterModel
+from exl3_dflash.drafter.taps import tap_layer_indices
+from exl3_dflash.target.base import Target
+from quantize.hessian import Hessian, HessianAccumulator
+
+CONTEXT, BLOCK = "context", "block"
+
+
+class HessianCapture:
+    """Accumulates the inputs of a drafter's linears, by input group and stream.
+
+    Args:
+        linears: the drafter's linears; those of one group share an input, which is accumulated once.
+        device: where the Hessians are kept.
+    """
+
+    def __init__(self, linears: Iterable[LinearSpec], device: torch.device | str = "cpu") -> None:
+        self._device = device
+        self._group_of_leader: dict[str, str] = {}
+        self._features: dict[str, int] = {}
+        for linear in linears:
+            if linear.group not in self._features:
+                self._features[linear.group] = linear.in_features
+                self._group_of_leader[linear.name] = linear.group
+        self._streams: dict[tuple[str, str], HessianAccumulator] = {}
+
+    def __call__(self, name: str, stream: str, inputs: torch.Tensor) -> None:
+        """Add `inputs (..., in_features)` of linear `name`; callback of `DrafterModel.observe`."""
+        group = self._group_of_leader.get(name)
+        if group is None:
+            return
+        key = (group, stream)
+        if key not in self._streams:
+            self._streams[key] = HessianAccumulator(self._features[group], self._device)
+        self._streams[key].add(inputs)
+
+    def finish(self, block_weight: float) -> dict[str, Hessian]:
+        """One Hessian per group.
+
+        Args:
+            block_weight: weight of the block stream's mean where a group has both streams, against 1 for the
+                context's: block_size / accept_length.
+        """
+        hessians: dict[str, Hessian] = {}
+        for group in self._features:
+            parts = {s: self._streams.pop((group, s)).finish() for s in (CONTEXT, BLOCK) if (group, s) in self._streams}
+            if len(parts) == 2:
+                hessians[group] = mix_streams(parts[CONTEXT], parts[BLOCK], block_weight)
+            elif parts:
+                hessians[group] = next(iter(parts.values()))
+        return hessians
+
+
+def mix_streams(context: Hessian, block: Hessian, block_weight: float) -> Hessian:
+    """Weighted mean of two streams' Hessians: `(context + w * block) / (1 + w)`; an empty stream is left out."""
+    if context.count == 0:
+        return block
+    if block.count == 0:
+        return context
+    matrix = (context.matrix + block_weight * block.matrix) / (1.0 + block_weight)
+    return Hessian(
+        matrix=matrix,
+        count=context.count + block.count,
+        rows=context.rows + block.rows,
+        dropped_rows=context.dropped_rows + block.dropped_rows,
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibration saw.
+
+    Attributes:
+        hessians: by input group (see `LinearSpec.group`).
+        rows, tokens, anchors: token rows used, their tokens, and drafted blocks.
+        dropped_rows: token rows left out because the target's features were not finite.
+        dropped_inputs: single input vectors of linears left out for the same reason, summed over groups.
+    """
+
+    hessians: dict[str, Hessian]
+    rows: int
+    tokens: int
+    anchors: int
+    dropped_rows: int
+    dropped_inputs: int
+
+
+@torch.inference_mode()
+def calibrate(
+    drafter: DrafterModel,
+    linears: Iterable[LinearSpec],
+    target: Target,
+    rows: Iterable[TokenRow],
+    *,
+    accept_length: float,
+    anchors_per_row: int | None = None,
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> Calibration:
+    """Run the drafter as it runs in generation and collect its linear inputs.
+
+    Args:
+        drafter: the unquantized drafter.
+        linears: its linears (`DrafterCheckpoint.linears`).
+        target: the target it was trained for.
+        rows: calibration rows.
+        accept_length: mean tokens per verify step, for the mixture of k/v streams.
+        anchors_per_row: blocks per row; by default as many block rows as context rows (length / block_size).
+        seed: of the anchor choice.
+        progress: called after each row.
+    """
+    block_size = drafter.config.block_size
+    tap_ids = tap_layer_indices(drafter.config)
+    generator = torch.Generator().manual_seed(seed)
+    capture = HessianCapture(linears, target.device)
+    used = tokens = anchors_seen = dropped = 0
+    for row in rows:
+        ids = torch.as_tensor(row.ids, dtype=torch.int64)
+        count = anchors_per_row or max(1, len(ids) // block_size)
+        anchors = sample_anchors(len(ids), row.prompt_length, 1, count, generator)
+        taps = target.tap_rows(ids, tap_ids).taps
+        if not torch.isfinite(taps).all():
+            dropped += 1
+        elif len(anchors):
+            with drafter.observe(capture):
+                anchor_ids = ids.to(target.device)[anchors.to(target.device)]
+                drafter.forward_anchors(taps, drafter.block_embeddings(target, anchor_ids), anchors)
+            used, tokens, anchors_seen = used + 1, tokens + len(ids), anchors_seen + len(anchors)
+        progress()
+    hessians = capture.finish(block_size / max(accept_length, 1.0))
+    inputs_dropped = sum(hessian.dropped_rows for hessian in hessians.values())
+    return Calibration(hessians, used, tokens, anchors_seen, dropped, inputs_dropped)

@@ -1,0 +1,90 @@
+"""`exl3-dflash quantize`: a DFlash drafter in, a calibrated EXL3 directory out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exl3_dflash.cli.options import (
+    PAIR_NAMES,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    QuietOption,
+    ThreadsOption,
+    VerboseOption,
+    set_verbosity,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("quantize")(quantize)
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=f"The drafter: {PAIR_NAMES}.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory to create.")],
+    target: Annotated[str | None, typer.Option("--target", help=f"The drafter's target: {PAIR_NAMES}.")] = None,
+    bits: Annotated[float, typer.Option("--bits", help="Bits per weight: 1 to 8, or 1.5, 2.5, 3.5.")] = 6.0,
+    head_bits: Annotated[
+        float, typer.Option("--head-bits", help="Bits of the drafter's own head; inert where it has none.")
+    ] = 8.0,
+    codebook: Annotated[str, typer.Option("--codebook", help="mul1, mcg or 3inst.")] = "mul1",
+    calibration: Annotated[
+        str, typer.Option("--calibration", help="target: run the target; none: as ExLlamaV3's converter does.")
+    ] = "target",
+    cal_data: Annotated[
+        str,
+        typer.Option(
+            "--cal-data",
+            help="default: corpora and prompts; chat: the target's own answers; or a .txt, .jsonl or .safetensors file.",
+        ),
+    ] = "default",
+    cal_rows: Annotated[int, typer.Option("--cal-rows", help="Calibration rows.")] = 250,
+    cal_cols: Annotated[int, typer.Option("--cal-cols", help="Tokens per calibration row.")] = 2048,
+    eval_rows: Annotated[
+        int, typer.Option("--eval-rows", help="Held-out rows to measure on before and after; 0 to skip.")
+    ] = 32,
+    out_scales: Annotated[
+        str, typer.Option("--out-scales", help="Output channel scales: auto, always or never.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of rows, anchors and sign flips.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing --out.")] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = Dtype.auto,
+    threads: ThreadsOption = 0,
+    json_output: JsonOption = False,
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Quantize a DFlash drafter to EXL3, calibrated by running its target."""
+    set_verbosity(verbose, quiet)
+    from exl3_dflash.conversion.job import quantize_drafter
+    from exl3_dflash.conversion.settings import JobSettings
+    from exl3_dflash.progress import Reporter
+
+    settings = JobSettings(
+        source=source,
+        target=target,
+        out_dir=out,
+        bits=bits,
+        head_bits=head_bits,
+        codebook=codebook,
+        out_scales=out_scales,
+        calibration=calibration,
+        cal_data=cal_data,
+        cal_rows=cal_rows,
+        cal_cols=cal_cols,
+        eval_rows=eval_rows,
+        seed=seed,
+        force=force,
+        device=device,
+        dtype=dtype.value,
+        threads=threads,
+    )
+    report = quantize_drafter(settings, Reporter(quiet=quiet))
+    typer.echo(report.to_json_text() if json_output else report.summary())

@@ -1,0 +1,287 @@
+"""The quantization job, from a drafter's directory to an audited EXL3 directory.
+
+Order: everything that can be refused is refused first (names, files, config, pairing, output directory), then the plan
+is shown, then rows -> accept length of the unquantized drafter -> Hessians -> one tensor after the other -> paired
+measurement -> files -> audit -> one rename. Nothing of the output exists under its final name before it is complete.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from exl3_dflash.calibration.capture import Calibration, calibrate
+from exl3_dflash.calibration.rows import RowSet, load_rows
+from exl3_dflash.conversion.output import audit_output, write_output
+from exl3_dflash.conversion.plan import QuantizationPlan, TensorPlan, describe, make_plan
+from exl3_dflash.conversion.report import CalibrationReport, QuantizeReport, TensorReport, package_versions
+from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
+from exl3_dflash.drafter.model import DrafterModel
+from exl3_dflash.drafter.taps import DEFAULT_TAP_SHIFT
+from exl3_dflash.errors import Exl3DflashError
+from exl3_dflash.hub.resolve import ResolvedModel, resolve
+from exl3_dflash.measure.fidelity import FidelityResult, measure_fidelity
+from exl3_dflash.pairing import check_pairing
+from exl3_dflash.progress import Reporter
+from exl3_dflash.target.base import Target
+from exl3_dflash.target.load import load_target
+from quantize.checkpoint import CheckpointWriter
+from quantize.hessian import Hessian
+from quantize.linear import QuantizedLinear, QuantSettings, decode_linear, quantize_linear
+
+UNQUANTIZED, QUANTIZED = "unquantized", "quantized"
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a job works on, all checked."""
+
+    source: ResolvedModel
+    checkpoint: DrafterCheckpoint
+    target: Target | None
+    plan: QuantizationPlan
+
+
+def quantize_drafter(settings: JobSettings, reporter: Reporter | None = None) -> QuantizeReport:
+    """Quantize a DFlash drafter to EXL3.
+
+    Args:
+        settings: what to do.
+        reporter: where to tell; silent by default.
+
+    Returns:
+        The report that is also written into the output directory.
+
+    Raises:
+        Exl3DflashError: an input or the output directory is unusable; raised before long work where possible.
+    """
+    reporter = reporter or Reporter(quiet=True)
+    start = time.perf_counter()
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    with CheckpointWriter(settings.out_dir, force=settings.force) as writer:
+        inputs = _load_inputs(settings, reporter)
+        drafter = None
+        if inputs.target is not None:
+            drafter = DrafterModel.from_checkpoint(
+                inputs.checkpoint, dtype=inputs.target.dtype, device=inputs.target.device
+            )
+        rows = _load_rows(settings, inputs.target, reporter)
+        calibration = _calibrate(settings, inputs, drafter, rows, reporter)
+        quantized = _quantize_tensors(settings, inputs, calibration, reporter)
+        fidelity = _measure_pair(inputs, drafter, quantized, rows, reporter)
+        report = _report(settings, inputs, rows, calibration, quantized, fidelity)
+        write_output(writer, inputs.checkpoint, quantized, report)
+        report = replace(report, size_bytes=writer.tensor_bytes, seconds=round(time.perf_counter() - start, 2))
+        writer.add_file("quantize_report.json", report.to_json_text() + "\n")
+        writer.finish(check=lambda path: audit_output(path, inputs.checkpoint, quantized))
+    return report
+
+
+def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
+    source = resolve(settings.source, "drafter")
+    checkpoint = DrafterCheckpoint.open(source.path)
+    if checkpoint.is_exl3:
+        raise Exl3DflashError(
+            f"{source.name} is quantized to EXL3 already",
+            expected="the original drafter in BF16, FP16 or FP32",
+            fix="quantize the drafter it was made from",
+        )
+    plan = make_plan(checkpoint, settings)
+    target = None
+    if settings.target is not None:
+        resolved = resolve(settings.target, "target")
+        reporter.note(f"loading the target {resolved.name}")
+        target = load_target(resolved.path, device=settings.device, dtype=settings.dtype, name=resolved.name)
+        for note in check_pairing(checkpoint, target.facts):
+            reporter.note(f"note: {note}")
+    reporter.note(describe(plan, settings, plan.estimate_seconds(settings.codebook, settings.threads)))
+    return _Inputs(source, checkpoint, target, plan)
+
+
+def _load_rows(settings: JobSettings, target: Target | None, reporter: Reporter) -> RowSet | None:
+    """Calibration and held-out rows; None without a target."""
+    if target is None:
+        return None
+    rows = load_rows(
+        settings.cal_data,
+        target,
+        rows=settings.cal_rows if settings.calibration == "target" else 0,
+        cols=settings.cal_cols,
+        seed=settings.seed,
+        held_out=settings.eval_rows,
+        progress=reporter,
+    )
+    for note in rows.notes:
+        reporter.note(f"note: {note}")
+    return rows
+
+
+def _calibrate(
+    settings: JobSettings, inputs: _Inputs, drafter: DrafterModel | None, rows: RowSet | None, reporter: Reporter
+) -> Calibration | None:
+    if settings.calibration == "none":
+        return None
+    assert drafter is not None and rows is not None and inputs.target is not None
+    accept_length = _accept_length(inputs.target, drafter, rows, reporter)
+    with reporter.bar("calibrate", len(rows.rows), "row") as advance:
+        calibration = calibrate(
+            drafter,
+            inputs.checkpoint.linears,
+            inputs.target,
+            rows.rows,
+            accept_length=accept_length,
+            seed=settings.seed,
+            progress=lambda: advance(1),
+        )
+    if calibration.rows == 0:
+        raise Exl3DflashError(
+            f"none of {len(rows.rows)} calibration rows could be used ({calibration.dropped_rows} had non-finite features)",
+            expected="rows with at least two tokens and finite target features",
+            fix="try --dtype float32 or other --cal-data",
+        )
+    if calibration.dropped_rows or calibration.dropped_inputs:
+        reporter.note(
+            f"note: {calibration.dropped_rows} rows and {calibration.dropped_inputs} single inputs were not finite "
+            "and were dropped"
+        )
+    return calibration
+
+
+def _accept_length(target: Target, drafter: DrafterModel, rows: RowSet, reporter: Reporter) -> float:
+    """Teacher-forced accept length of the unquantized drafter; 1 (a step per token) where nothing is measured."""
+    if not rows.held_out:
+        return 1.0
+    with reporter.bar("measure unquantized", len(rows.held_out), "row") as advance:
+        result = measure_fidelity(target, {UNQUANTIZED: drafter}, rows.held_out, progress=lambda: advance(1))
+    accept_length = result.drafters[0].accept_length
+    reporter.note(f"unquantized: accept length {accept_length:.3f} over {result.anchors} held-out anchors")
+    return accept_length
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    """The seed of one tensor: the job's seed and the tensor's name, so that results do not depend on the order."""
+    return (seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 31)
+
+
+def _quantize_tensors(
+    settings: JobSettings, inputs: _Inputs, calibration: Calibration | None, reporter: Reporter
+) -> dict[str, QuantizedLinear]:
+    quantized: dict[str, QuantizedLinear] = {}
+    total = sum(tensor.tiles for tensor in inputs.plan.quantized)
+    with reporter.bar("quantize", total, "tile") as advance:
+        for tensor in inputs.plan.quantized:
+            hessian = calibration.hessians.get(tensor.linear.group) if calibration else None
+            quantized[tensor.linear.name] = quantize_tensor(settings, inputs.checkpoint, tensor, hessian)
+            advance(tensor.tiles)
+    return quantized
+
+
+def quantize_tensor(
+    settings: JobSettings, checkpoint: DrafterCheckpoint, tensor: TensorPlan, hessian: Hessian | None
+) -> QuantizedLinear:
+    """Quantize one linear of a drafter as planned."""
+    assert tensor.bits is not None
+    name = tensor.linear.name
+    weight = checkpoint.load(f"{name}.weight").float().T.contiguous()  # (in, out)
+    bias = checkpoint.load(f"{name}.bias") if tensor.linear.bias else None
+    quant_settings = QuantSettings(
+        bits=tensor.bits,
+        codebook=settings.codebook,
+        out_scales=settings.out_scales,
+        seed=tensor_seed(settings.seed, name),
+        threads=settings.threads,
+    )
+    return quantize_linear(weight, hessian, quant_settings, bias=bias, name=name)
+
+
+def _measure_pair(
+    inputs: _Inputs,
+    drafter: DrafterModel | None,
+    quantized: dict[str, QuantizedLinear],
+    rows: RowSet | None,
+    reporter: Reporter,
+) -> FidelityResult | None:
+    """Unquantized against quantized on the held-out rows; None where there are none."""
+    if drafter is None or rows is None or not rows.held_out or inputs.target is None:
+        return None
+    other = DrafterModel.from_checkpoint(inputs.checkpoint, dtype=inputs.target.dtype, device=inputs.target.device)
+    for name, linear in quantized.items():
+        other.set_linear_weight(name, decode_linear(linear))
+    with reporter.bar("measure quantized", len(rows.held_out), "row") as advance:
+        return measure_fidelity(
+            inputs.target, {UNQUANTIZED: drafter, QUANTIZED: other}, rows.held_out, progress=lambda: advance(1)
+        )
+
+
+def _report(
+    settings: JobSettings,
+    inputs: _Inputs,
+    rows: RowSet | None,
+    calibration: Calibration | None,
+    quantized: dict[str, QuantizedLinear],
+    fidelity: FidelityResult | None,
+) -> QuantizeReport:
+    plan, checkpoint = inputs.plan, inputs.checkpoint
+    tap_shift = checkpoint.config.tap_shift
+    accept_length = {row.name: row.accept_length for row in fidelity.drafters} if fidelity else None
+    return QuantizeReport(
+        out_dir=str(settings.out_dir),
+        source=inputs.source.name,
+        source_revision=inputs.source.revision,
+        source_sha256=checkpoint.sha256,
+        target=inputs.target.facts.name if inputs.target else None,
+        bits=settings.bits,
+        bpw=round(plan.bpw, 4),
+        head_bits=settings.head_bits,
+        head_quantized=plan.has_head,
+        codebook=settings.codebook,
+        out_scales=settings.out_scales,
+        size_bytes=0,
+        source_bytes=plan.source_bytes,
+        tensors=[_tensor_report(tensor, quantized[tensor.linear.name]) for tensor in plan.quantized],
+        copied={tensor.linear.name: tensor.reason for tensor in plan.tensors if tensor.reason},
+        notes=[plan.loader_note] if plan.loader_note else [],
+        calibration=_calibration_report(settings, rows, calibration),
+        tap_shift=DEFAULT_TAP_SHIFT if tap_shift is None else tap_shift,
+        accept_length=accept_length,
+        fidelity=fidelity.to_json() if fidelity else None,
+        seed=settings.seed,
+        versions=package_versions(),
+        seconds=0.0,
+    )
+
+
+def _tensor_report(tensor: TensorPlan, linear: QuantizedLinear) -> TensorReport:
+    return TensorReport(
+        name=tensor.linear.name,
+        shape=[tensor.linear.in_features, tensor.linear.out_features],
+        bits=linear.bits,
+        proxy_error=linear.proxy_error,
+        weight_error=linear.weight_error,
+        fallback=linear.fallback,
+        seconds=linear.seconds,
+    )
+
+
+def _calibration_report(
+    settings: JobSettings, rows: RowSet | None, calibration: Calibration | None
+) -> CalibrationReport:
+    if calibration is None or rows is None:
+        return CalibrationReport(mode="none")
+    return CalibrationReport(
+        mode="target",
+        source=rows.source,
+        rows=calibration.rows,
+        cols=settings.cal_cols,
+        tokens=calibration.tokens,
+        anchors=calibration.anchors,
+        dropped_rows=calibration.dropped_rows,
+        dropped_inputs=calibration.dropped_inputs,
+        notes=list(rows.notes),
+    )
+

@@ -1,0 +1,102 @@
+"""The output directory's tensors and metadata, laid out as ExLlamaV3's converter writes them.
+
+`config.json` is the source's with `quantization_config`, the tap shift that the drafter was measured with (pinned, since
+ExLlamaV3 would otherwise use its own default), and our own facts under `exl3_dflash`. Files of the source that are
+neither weights nor metadata (its card, license, code) are carried along unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from exl3_dflash.conversion.report import QuantizeReport
+from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
+from quantize.audit import audit_directory
+from quantize.checkpoint import CheckpointWriter, QuantizationConfig
+from quantize.linear import QuantizedLinear
+
+REPLACED_FILES = {"config.json", "quantization_config.json", "quantize_report.json", "model.safetensors.index.json"}
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".ckpt", ".pth", ".pt", ".gguf"}
+CARRIED_FILE_LIMIT = 16 << 20  # bytes; anything larger beside the weights is no metadata
+
+
+def drafter_config(source: dict[str, Any], report: QuantizeReport) -> dict[str, Any]:
+    """The source's config with the tap shift pinned and our facts added."""
+    config = copy.deepcopy(source)
+    dflash = config.get("dflash_config")
+    (dflash if isinstance(dflash, dict) else config)["tap_shift"] = report.tap_shift
+    config["exl3_dflash"] = {
+        "version": report.versions.get("exl3-dflash"),
+        "source": report.source,
+        "source_sha256": report.source_sha256,
+        "target": report.target,
+        "calibration": report.calibration.mode,
+    }
+    return config
+
+
+def carried_files(directory: Path) -> list[Path]:
+    """Files of the source directory that go along: no weights, no metadata that is written anew, nothing hidden."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.name not in REPLACED_FILES
+        and path.suffix not in WEIGHT_SUFFIXES
+        and path.stat().st_size <= CARRIED_FILE_LIMIT
+    ]
+
+
+def write_output(
+    writer: CheckpointWriter,
+    checkpoint: DrafterCheckpoint,
+    quantized: Mapping[str, QuantizedLinear],
+    report: QuantizeReport,
+) -> None:
+    """Give the writer every tensor and file of the output but the report.
+
+    Args:
+        writer: of the output directory.
+        checkpoint: the source; what is not in `quantized` is copied from it.
+        quantized: the quantized linears by name.
+        report: for the metadata.
+    """
+    replaced = set(quantized)
+    for name in checkpoint.tensor_names():
+        linear = name.rpartition(".")[0]
+        if linear not in replaced:
+            writer.add(name, checkpoint.load(name))
+        elif name.endswith(".weight"):
+            for stored_name, tensor in quantized[linear].tensors(linear).items():
+                writer.add(stored_name, tensor)
+    for path in carried_files(checkpoint.directory.path):
+        writer.add_file(path.name, path.read_bytes())
+    ran = report.calibration.mode == "target"
+    quantization = QuantizationConfig(
+        bits=report.bits,
+        head_bits=report.head_bits,
+        codebook=report.codebook,
+        out_scales=report.out_scales,
+        calibration_rows=report.calibration.rows if ran else 0,
+        calibration_cols=report.calibration.cols if ran else 0,
+    )
+    writer.set_config(drafter_config(checkpoint.config.raw, report), quantization.to_dict())
+
+
+def audit_output(path: Path, checkpoint: DrafterCheckpoint, quantized: Mapping[str, QuantizedLinear]) -> None:
+    """Reopen a written directory as a stranger would and hold it against the source and the reported errors.
+
+    Raises:
+        Exl3DflashError: a tensor is missing, unexpected, damaged, or decodes to another error than was reported.
+    """
+    audit_directory(
+        path,
+        expected=checkpoint.tensor_names(),
+        reference=lambda name: checkpoint.load(f"{name}.weight").float().T,
+        recorded_errors={name: linear.weight_error for name, linear in quantized.items()},
+    )
+    DrafterCheckpoint.open(path)

@@ -1,0 +1,182 @@
+"""What a job will do to each tensor, how large the result will be, and how long encoding will take.
+
+Sizes follow the format: a quantized linear stores `bits` per padded weight, two FP16 scale vectors and a marker; copied
+tensors keep their source type. The time is the number of tiles times the time of a tile, measured on this machine just
+before the job with the job's own encoder, times the work of the scale search.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.drafter.checkpoint import DrafterCheckpoint, LinearSpec
+from quantize.encoder import default_threads, encode_tiles
+
+TILE_WEIGHTS = 256
+PAD_TO = 128
+HEAD = "lm_head"
+QKV = ("q_proj", "k_proj", "v_proj")
+SCALE_SEARCH_OVERHEAD = 1.25  # tiles encoded by the search over those of the tensor, at the sizes of real drafters
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One linear of the drafter.
+
+    Attributes:
+        linear: the layer.
+        bits: bits per weight, or None if its weight is copied.
+        reason: why it is copied; empty otherwise.
+        stored_bytes: of all its tensors in the output.
+    """
+
+    linear: LinearSpec
+    bits: float | None
+    reason: str
+    stored_bytes: int
+
+    @property
+    def weights(self) -> int:
+        """Weights of the layer, without padding."""
+        return self.linear.in_features * self.linear.out_features
+
+    @property
+    def tiles(self) -> int:
+        """16 x 16 tiles, padding included."""
+        return padded(self.linear.in_features) * padded(self.linear.out_features) // TILE_WEIGHTS
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """A whole job: `tensors` are its linears, `copied_bytes` everything that is not a linear."""
+
+    tensors: tuple[TensorPlan, ...]
+    copied_bytes: int
+    source_bytes: int
+    has_head: bool
+    loader_note: str
+
+    @property
+    def quantized(self) -> tuple[TensorPlan, ...]:
+        """The tensors that will be quantized."""
+        return tuple(tensor for tensor in self.tensors if tensor.bits is not None)
+
+    @property
+    def body(self) -> tuple[TensorPlan, ...]:
+        """The quantized tensors without the head, over which bits per weight are counted."""
+        return tuple(tensor for tensor in self.quantized if tensor.linear.name != HEAD)
+
+    @property
+    def bpw(self) -> float:
+        """Stored bits of the quantized linears, scales included, per weight; head and copied tensors apart."""
+        weights = sum(tensor.weights for tensor in self.body)
+        return 8 * sum(tensor.stored_bytes for tensor in self.body) / weights if weights else 0.0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors of the output."""
+        return self.copied_bytes + sum(tensor.stored_bytes for tensor in self.tensors)
+
+    def estimate_seconds(self, codebook: str, threads: int) -> float:
+        """Seconds of encoding, from a measured tile of every bit rate in the plan."""
+        return sum(
+            sum(tensor.tiles for tensor in self.quantized if tensor.bits == bits) * seconds_per_tile(bits, codebook, threads)
+            for bits in {tensor.bits for tensor in self.quantized if tensor.bits is not None}
+        ) * SCALE_SEARCH_OVERHEAD
+
+
+def padded(features: int) -> int:
+    """`features` rounded up to the 128 of the Hadamard blocks."""
+    return -(-features // PAD_TO) * PAD_TO
+
+
+def seconds_per_tile(bits: float, codebook: str, threads: int) -> float:
+    """Measured wall time of one tile with all threads busy."""
+    tiles = torch.randn(16 * (threads or default_threads()), TILE_WEIGHTS, generator=torch.Generator().manual_seed(0))
+    encode_tiles(tiles[:1], bits, codebook, threads)
+    start = time.perf_counter()
+    encode_tiles(tiles, bits, codebook, threads)
+    return (time.perf_counter() - start) / len(tiles)
+
+
+def make_plan(checkpoint: DrafterCheckpoint, settings: JobSettings) -> QuantizationPlan:
+    """Decide bits and storage of every tensor of the drafter."""
+    tensors = tuple(_plan_linear(checkpoint, linear, settings) for linear in checkpoint.linears)
+    covered = {f"{t.linear.name}.weight" for t in tensors} | {f"{t.linear.name}.bias" for t in tensors}
+    copied = sum(checkpoint.nbytes(name) for name in checkpoint.tensor_names() if name not in covered)
+    return QuantizationPlan(
+        tensors=tensors,
+        copied_bytes=copied,
+        source_bytes=checkpoint.directory.nbytes(),
+        has_head=checkpoint.has_head,
+        loader_note=loader_note(checkpoint.config.hidden_size),
+    )
+
+
+def copy_reason(linear: LinearSpec, hidden_size: int) -> str:
+    """Why ExLlamaV3 needs this linear unquantized; empty if it can be quantized.
+
+    ExLlamaV3 1.6.5 pads the layers of a drafter to multiples of 128, with two exceptions (found by loading and running
+    its own code, see `tests/conformance`): `fc` is built without padding, and its fused q/k/v kernels write outputs of
+    the unpadded width.
+    """
+    kind = linear.name.rpartition(".")[2]
+    if kind == "fc" and (linear.in_features % PAD_TO or linear.out_features % PAD_TO):
+        return f"{linear.in_features} x {linear.out_features} is not a multiple of {PAD_TO} and ExLlamaV3 pads no fc"
+    if kind in QKV and linear.out_features % PAD_TO and hidden_size % PAD_TO == 0:
+        return f"its {linear.out_features} outputs are no multiple of {PAD_TO}, which ExLlamaV3's fused kernels need"
+    return ""
+
+
+def loader_note(hidden_size: int) -> str:
+    """What ExLlamaV3 cannot do with a drafter of this width; empty if nothing."""
+    if hidden_size % PAD_TO == 0:
+        return ""
+    return (
+        f"hidden size {hidden_size} is not a multiple of {PAD_TO}: ExLlamaV3 1.6.5 loads such a DFlash drafter but cannot "
+        "run it, quantized or not (its MLP output is not trimmed); exl3-dflash's own engine runs it"
+    )
+
+
+def _plan_linear(checkpoint: DrafterCheckpoint, linear: LinearSpec, settings: JobSettings) -> TensorPlan:
+    reason = copy_reason(linear, checkpoint.config.hidden_size)
+    bias_bytes = 2 * padded(linear.out_features) if linear.bias else 0
+    if reason:
+        stored = checkpoint.nbytes(f"{linear.name}.weight") + bias_bytes
+        return TensorPlan(linear, None, reason, stored)
+    bits = settings.head_bits if linear.name == HEAD else settings.bits
+    rows, columns = padded(linear.in_features), padded(linear.out_features)
+    marker_bytes = 0 if settings.codebook == "3inst" else 4
+    stored = int(rows * columns * bits) // 8 + 2 * (rows + columns) + marker_bytes + bias_bytes
+    return TensorPlan(linear, bits, "", stored)
+
+
+def describe(plan: QuantizationPlan, settings: JobSettings, seconds: float) -> str:
+    """The plan as a table for the person who waits."""
+    lines = [f"{'tensor':<34} {'in x out':>15} {'bits':>5} {'KiB':>9}"]
+    for tensor in plan.tensors:
+        shape = f"{tensor.linear.in_features} x {tensor.linear.out_features}"
+        bits = "copy" if tensor.bits is None else f"{tensor.bits:g}"
+        lines.append(f"{tensor.linear.name:<34} {shape:>15} {bits:>5} {tensor.stored_bytes / 1024:>9,.0f}")
+    lines += [f"  {tensor.linear.name} is copied: {tensor.reason}" for tensor in plan.tensors if tensor.reason]
+    lines.append(
+        f"{plan.source_bytes / 2**20:,.1f} MiB -> {plan.total_bytes / 2**20:,.1f} MiB, {plan.bpw:.2f} bpw, "
+        f"codebook {settings.codebook}; encoding takes about {format_seconds(seconds)}"
+    )
+    if plan.loader_note:
+        lines.append(f"note: {plan.loader_note}")
+    if not plan.has_head:
+        lines.append("this drafter has no head of its own (it uses the target's): --head-bits is inert")
+    return "\n".join(lines)
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as a person reads them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

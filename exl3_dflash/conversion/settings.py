@@ -1,0 +1,93 @@
+"""Settings of a quantization job, checked in one place before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl3_dflash.errors import Exl3DflashError
+from quantize.codebook import CODEBOOKS
+from quantize.linear import OUT_SCALES
+from quantize.trellis import SUPPORTED_BITS
+
+CALIBRATIONS = ("target", "none")
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What to quantize and how; the options of `exl3-dflash quantize`.
+
+    Attributes:
+        source: the drafter: a directory, a Hugging Face id or `demo`.
+        target: its target, named likewise; None only with calibration "none".
+        out_dir: the directory to create.
+        bits: bits per weight of every quantized linear but the head.
+        head_bits: bits per weight of the drafter's own head, if it has one.
+        codebook: `mul1`, `mcg` or `3inst`.
+        out_scales: output channel scales: `auto`, `always` or `never`.
+        calibration: `target` (run the target) or `none` (no Hessian, no feedback).
+        cal_data: `default`, `chat` or a path (see `exl3_dflash.calibration.rows`).
+        cal_rows, cal_cols: calibration rows and tokens per row.
+        eval_rows: held-out rows on which the drafter is measured before and after; 0 measures nothing.
+        seed: of rows, anchors and sign flips.
+        force: replace an existing `out_dir`.
+        device, dtype, threads: where and in which type target and drafter run.
+    """
+
+    source: str
+    target: str | None
+    out_dir: Path
+    bits: float = 6.0
+    head_bits: float = 8.0
+    codebook: str = "mul1"
+    out_scales: str = "auto"
+    calibration: str = "target"
+    cal_data: str = "default"
+    cal_rows: int = 250
+    cal_cols: int = 2048
+    eval_rows: int = 32
+    seed: int = 0
+    force: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        _check_choice("--codebook", self.codebook, CODEBOOKS)
+        _check_choice("--out-scales", self.out_scales, OUT_SCALES)
+        _check_choice("--calibration", self.calibration, CALIBRATIONS)
+        for option, bits in (("--bits", self.bits), ("--head-bits", self.head_bits)):
+            _check_bits(option, bits, self.codebook)
+        for option, value, least in (
+            ("--cal-rows", self.cal_rows, 1),
+            ("--cal-cols", self.cal_cols, 32),
+            ("--eval-rows", self.eval_rows, 0),
+        ):
+            if value < least:
+                raise Exl3DflashError(f"{option} {value}", expected=f"at least {least}", fix=f"give {option} {least}")
+        if self.calibration == "target" and self.target is None:
+            raise Exl3DflashError(
+                "--target is missing",
+                expected="the target that the drafter was trained for",
+                fix="give --target, or --calibration none to quantize without calibration",
+            )
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise Exl3DflashError(f"{option} {value!r}", expected=f"one of {', '.join(choices)}", fix=f"use {choices[0]}")
+
+
+def _check_bits(option: str, bits: float, codebook: str) -> None:
+    if bits not in SUPPORTED_BITS:
+        raise Exl3DflashError(
+            f"{option} {bits:g}",
+            expected=f"one of {', '.join(f'{b:g}' for b in SUPPORTED_BITS)}",
+            fix=f"use the nearest, {min(SUPPORTED_BITS, key=lambda b: abs(b - bits)):g}",
+        )
+    if bits != int(bits) and codebook != "mul1":
+        raise Exl3DflashError(
+            f"{option} {bits:g} with --codebook {codebook}",
+            expected="the mul1 codebook at half rates",
+            fix="use --codebook mul1 or whole bits",
+        )
