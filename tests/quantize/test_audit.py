@@ -62,6 +62,7 @@ def test_a_good_checkpoint(
     assert report.copied == ("norm.weight",)
     for linear in report.linears:
         assert linear.weight_error == pytest.approx(quantized[linear.name].weight_error, rel=1e-4)
+        assert linear.weight_error is not None
         assert 0.001 < linear.weight_error < 0.02
     loose = audit_directory(tmp_path / "out")
     assert [linear.weight_error for linear in loose.linears] == [None, None]

@@ -227,6 +227,7 @@ def test_layers_are_found_and_read(tmp_path: Path, bits: float, codebook: str) -
     assert linear_names(directory) == {"x": (bits, codebook, 128, 256)}
     read = read_linear(directory, "x", 100, 200)
     assert (read.bits, read.codebook, read.in_features, read.out_features) == (bits, codebook, 100, 200)
+    assert read.bias is not None
     assert torch.equal(read.bias, bias[:200])
     assert decode_linear(read).shape == (100, 200)
     with pytest.raises(Exl3DflashError, match="stored as 128 x 256"):
