@@ -1,0 +1,5 @@
+"""`python -m exl3_dflash`: the same program as the console script."""
+
+from exl3_dflash.cli.app import main
+
+main()
