@@ -1,10 +1,7 @@
-"""A model directory to a ready target: device and dtype chosen, weights loaded strictly, EXL3 decoded on the way.
+"""A model directory to a ready target: weights loaded strictly, EXL3 decoded on the way.
 
-Device: `auto` is CUDA where there is a GPU, else the CPU.
-Dtype, where none is given:
-- CUDA: the checkpoint's own, but BF16 for FP16 checkpoints: residuals of real models pass FP16's 65,504, and taps are
-  residuals.
-- CPU: FP32 where the weights take at most FP32_CPU_BYTES in FP32 (exact, and fast on every CPU), else BF16.
+transformers fills missing weights with noise and only warns, so what it reports is checked here: a tensor that is
+missing, left over or of another shape is an error that names it. Device and dtype are chosen in `placement.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +14,13 @@ from typing import Any
 import torch
 
 from exl3_dflash.errors import Exl3DflashError
+from exl3_dflash.target import exl3_weights
 from exl3_dflash.target.messages import first_line
+from exl3_dflash.target.placement import choose_device, choose_dtype
 from exl3_dflash.target.tokenizer import TransformersTokenizer, eos_ids_of
 from exl3_dflash.target.transformers_target import TransformersTarget
-from quantize.tensor_directory import TensorDirectory
+from quantize.checkpoint import TensorDirectory
 
-FP32_CPU_BYTES = 4 << 30
 HASHED_BYTES = 4 << 30  # weights up to this size are identified by SHA-256; larger ones by their hub revision alone
 
 # Parts of a checkpoint that text generation does not use (towers, projectors, multi-token-prediction layers, buffers).
@@ -37,8 +35,9 @@ def load_target(
     """Load the target in the directory `path` (safetensors; plain or EXL3).
 
     Args:
+        path: a Hugging Face model directory (see `hub.resolve` for names).
         device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: None chooses (see above); otherwise torch.float32 or torch.bfloat16 (float16 where you must).
+        dtype: None lets `placement.choose_dtype` choose.
         name: for reports and messages; the directory's name where None.
 
     Raises:
@@ -46,11 +45,20 @@ def load_target(
     """
     path = Path(path)
     config = read_config(path)
+    chosen = choose_device(device)
     with TensorDirectory.open(path) as directory:
-        chosen = choose_device(device)
-        chosen_dtype = dtype or choose_dtype(config, chosen)
+        method = _quantization_method(path, config)
         sha256 = directory.sha256() if directory.nbytes() <= HASHED_BYTES else None
-        model, quantized = _load_model(path, config, directory, chosen_dtype)
+        if method == "exl3":
+            config = exl3_weights.untied_config(directory, config)
+        skeleton = _empty_model(config)
+        dtype = dtype or choose_dtype(config.get_text_config(decoder=True).dtype, skeleton.num_parameters(), chosen)
+        state = None
+        if method == "exl3":
+            shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
+            state = exl3_weights.decode_state_dict(directory, shapes, dtype, chosen)
+        quantized = exl3_weights.describe(directory) if method == "exl3" else "none"
+    model = _load_weights(path, type(skeleton), config, dtype, state)
     eos = eos_ids_of(model.generation_config, config, config.get_text_config(decoder=True))
     tokenizer = TransformersTokenizer.load(path, eos)
     return TransformersTarget(
@@ -67,15 +75,34 @@ def read_config(path: Path) -> Any:
         raise Exl3DflashError(f"{path} has no config.json", "a Hugging Face model directory", "check the path")
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        _refuse_drafter(path, raw)
+        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except Exl3DflashError:
+        raise
     except Exception as error:  # broken JSON, an unknown model_type, values the configuration class refuses
         raise Exl3DflashError(
             f"{file} cannot be used: {first_line(error)}",
             expected="the config.json of an architecture that the installed transformers knows",
             fix="upgrade transformers, or choose another target",
         ) from error
-    _refuse_drafter(path, raw)
-    return config
+
+
+def check_loading(path: Path, info: dict[str, Any]) -> None:
+    """Raise where transformers' loading report names weights that are missing, left over or of another shape."""
+    faults = {
+        "lacks the weight": sorted(info["missing_keys"]),
+        "has an unknown weight": sorted(key for key in info["unexpected_keys"] if not _UNUSED_TENSORS.search(key)),
+        "has a weight of another shape than its config says": sorted(map(str, info["mismatched_keys"])),
+        "has a weight that cannot be converted": sorted(map(str, info.get("error_msgs") or [])),
+    }
+    for fault, names in faults.items():
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise Exl3DflashError(
+                f"{path} {fault}: {names[0]}{others}",
+                expected="exactly the tensors of the architecture in config.json",
+                fix="download the checkpoint again, or check config.json",
+            )
 
 
 def _refuse_drafter(path: Path, raw: dict[str, Any]) -> None:
@@ -88,99 +115,64 @@ def _refuse_drafter(path: Path, raw: dict[str, Any]) -> None:
         )
 
 
-def choose_device(device: str) -> torch.device:
-    """ "auto", "cpu", "cuda" or "cuda:N" to a device that exists."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise Exl3DflashError(f"device {device!r} is unknown", "auto, cpu, cuda or cuda:N")
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise Exl3DflashError(
-            f"device {device} is not there",
-            expected=f"one of {torch.cuda.device_count()} CUDA devices",
-            fix="use --device cpu, or install a CUDA build of torch",
-        )
-    return chosen
-
-
-def choose_dtype(config: Any, device: torch.device) -> torch.dtype:
-    """The dtype that targets run in where the user gives none (see the module's docstring)."""
-    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
-    if device.type == "cuda":
-        return stored if isinstance(stored, torch.dtype) and stored != torch.float16 else torch.bfloat16
-    return torch.float32 if 4 * _parameter_count(config) <= FP32_CPU_BYTES else torch.bfloat16
-
-
-def _parameter_count(config: Any) -> int:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = _call_transformers(AutoModelForCausalLM.from_config, config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _load_model(path: Path, config: Any, directory: TensorDirectory, dtype: torch.dtype) -> tuple[Any, str]:
-    """The model on the CPU, with what it is quantized as."""
-    from transformers import AutoModelForCausalLM
-
+def _quantization_method(path: Path, config: Any) -> str | None:
+    """quant_method of the config: "exl3" or None; anything else is refused."""
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method == "exl3":
-        from exl3_dflash.target.exl3_weights import decode_state_dict, describe
+    if method in (None, "exl3"):
+        return method
+    raise Exl3DflashError(
+        f"{path} is quantized with {method}",
+        expected="plain safetensors weights or EXL3",
+        fix="use the unquantized or the EXL3 version of the target",
+    )
 
-        state_dict, config = decode_state_dict(directory, config, dtype)
-        load, quantized = (
-            {"pretrained_model_name_or_path": None, "config": config, "state_dict": state_dict},
-            describe(directory),
-        )
-    elif method is not None:
-        raise Exl3DflashError(
-            f"{path} is quantized with {method}",
-            expected="plain safetensors weights or EXL3",
-            fix="use the unquantized or the EXL3 version of the target",
-        )
-    else:
-        load, quantized = (
-            {"pretrained_model_name_or_path": str(path), "config": config, "local_files_only": True},
-            "none",
-        )
+
+def _model_class(config: Any) -> Any:
+    """The auto class for `config`; multimodal models that have no text-only class are loaded whole."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if multimodal and not known else AutoModelForCausalLM
+
+
+def _empty_model(config: Any) -> Any:
+    """The model of `config` without memory for its parameters."""
+    with torch.device("meta"):
+        return _call_transformers(_model_class(config).from_config, config)
+
+
+def _load_weights(
+    path: Path, model_class: Any, config: Any, dtype: torch.dtype, state: dict[str, torch.Tensor] | None
+) -> Any:
+    """A model on the CPU with the weights of `state`, or of the files in `path` where it is None."""
     model, info = _call_transformers(
-        AutoModelForCausalLM.from_pretrained, dtype=dtype, output_loading_info=True, **load
+        model_class.from_pretrained,
+        str(path) if state is None else None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
     )
     check_loading(path, info)
-    return model, quantized
-
-
-def check_loading(path: Path, info: dict[str, Any]) -> None:
-    """Raise where weights were missing, left over or of another shape (transformers only warns and fills in noise)."""
-    unexpected = sorted(key for key in info["unexpected_keys"] if not _UNUSED_TENSORS.search(key))
-    faults = {
-        "lacks": sorted(info["missing_keys"]),
-        "has unknown": unexpected,
-        "has wrongly shaped": sorted(str(key) for key in info["mismatched_keys"]),
-    }
-    for fault, names in faults.items():
-        if names:
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise Exl3DflashError(
-                f"{path} {fault} weights: {names[0]}{others}",
-                expected="exactly the tensors of the architecture in config.json",
-                fix="download the checkpoint again, or check config.json",
-            )
+    return model
 
 
 def _call_transformers(function: Any, *inputs: Any, **options: Any) -> Any:
-    """Call a transformers constructor, quietly; its many exception types become one error."""
+    """Call a transformers constructor without its progress bars; its many exception types become one error."""
     from transformers.utils import logging
 
+    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         return function(*inputs, **options)
-    except Exl3DflashError:
-        raise
     except Exception as error:
         raise Exl3DflashError(
             f"transformers cannot build the target: {first_line(error)}",
             expected="a causal language model that the installed transformers knows",
             fix="upgrade transformers, or choose another target",
         ) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
