@@ -2,7 +2,8 @@
 
 Engines disagree about these names, so every number here is defined once:
 
-- verify step: one target forward over [anchor, draft_1..draft_m] of a decoding with a drafter (m may be 0 at the limit).
+- verify step: one target forward over [anchor, draft_1..draft_m] of a decoding with a drafter (m is 0 for the last
+  token that a limit allows).
 - accept length: tokens emitted after the prefill token / verify steps. Tokens that a stop cut away are not counted.
 - accept rate: accepted draft tokens / proposed draft tokens. A draft token that a stop cut away is not accepted.
 - tokens per second: tokens emitted after the prefill token / seconds of decoding. Prefill is reported apart.

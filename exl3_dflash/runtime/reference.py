@@ -1,0 +1,247 @@
+"""The reference engine: draft, verify and accept with a torch drafter and any target session, on any device.
+
+One request:
+
+    prefill   target.forward(prompt, taps) -> drafter context;  first token from the last logits
+    repeat    anchor = last emitted token (in neither cache yet)
+              drafter: block [anchor, mask..] over its context -> d_1..d_m (argmax)
+              target.forward([anchor, d_1..d_m], taps) -> logits (m+1, V)
+              draw while the draw equals the draft (`runtime.sampling`): e tokens
+              both caches keep the anchor and the first e-1 of them
+
+Between requests both caches keep their tokens, and the next prompt reuses the longest common prefix. The drafter's
+context is always a prefix of the target session's tokens: a plain request lets it fall behind, and a drafted request
+then rolls the session back to it. Plain decoding asks for no taps and never runs the drafter.
+
+A drafter that looks ahead inside its block always gets the whole block it was trained with, however few tokens are
+wanted; a causal one gets only the rows that are needed, which changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from exl3_dflash.drafter.taps import tap_layer_indices
+from exl3_dflash.errors import Exl3DflashError
+from exl3_dflash.runtime.engine import Phase, SamplingSettings, Step, StopSettings
+from exl3_dflash.runtime.request import Request
+from exl3_dflash.runtime.sampling import Sampler
+from exl3_dflash.runtime.stats import GenerationStats, longest_repeated_run
+from exl3_dflash.runtime.streaming import TextStream
+from exl3_dflash.target.base import TapRows, Target, TargetTokenizer
+
+if TYPE_CHECKING:
+    from exl3_dflash.drafter.model import DrafterModel
+
+# Bounds the logits of a prefill forward: rows x vocabulary x 4 bytes.
+PREFILL_ROWS = 256
+
+
+def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading tokens that two sequences share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+class ReferenceEngine:
+    """`Engine` over a target session and, optionally, a drafter.
+
+    Args:
+        target: the model whose text is generated.
+        drafter: proposes tokens; None is plain decoding.
+        draft_tokens: tokens drafted per step, at most block_size - 1, which is the default; 0 is plain decoding.
+
+    Raises:
+        Exl3DflashError: draft_tokens out of range, or taps outside the target.
+    """
+
+    def __init__(self, target: Target, drafter: DrafterModel | None = None, draft_tokens: int | None = None) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._tap_ids = tap_layer_indices(drafter.config) if drafter else ()
+        self._causal_block = drafter is not None and all(
+            map(drafter.config.layer_is_causal, range(drafter.config.num_layers))
+        )
+        self._stats = GenerationStats()
+        self._active: Request | None = None
+        self.draft_tokens = self.max_draft_tokens if draft_tokens is None else draft_tokens
+        self.reset()
+
+    @property
+    def tokenizer(self) -> TargetTokenizer:
+        """The target's tokenizer."""
+        return self._target.tokenizer
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counters of the running or the last request."""
+        return self._stats
+
+    @property
+    def context_limit(self) -> int | None:
+        """The target's number of positions."""
+        return self._target.facts.max_position_embeddings
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """block_size - 1 of the drafter, 0 without one."""
+        return self._drafter.config.block_size - 1 if self._drafter else 0
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens drafted per step from the next request on; 0 is plain decoding."""
+        return self._draft_tokens
+
+    @draft_tokens.setter
+    def draft_tokens(self, count: int) -> None:
+        if not 0 <= count <= self.max_draft_tokens:
+            raise Exl3DflashError(
+                f"draft tokens: {count}",
+                expected=f"0 to {self.max_draft_tokens}, the drafter's block size less one"
+                if self._drafter
+                else "0: no drafter is loaded",
+                fix="pass another number of draft tokens",
+            )
+        self._draft_tokens: int = count
+
+    def reset(self) -> None:
+        """Forget every cached token."""
+        self._session = self._target.new_session()
+        self._cache = self._drafter.new_cache() if self._drafter else None
+
+    def generate(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> Iterator[Step]:
+        """Generate after the prompt `ids`; see `Engine.generate`. The prompt is checked before the first step.
+
+        Raises:
+            Exl3DflashError: an empty prompt, a token id outside the vocabulary, or a prompt that fills the context.
+        """
+        self._check_prompt(ids)
+        room = stops.max_new_tokens if self.context_limit is None else self.context_limit - len(ids)
+        request = Request(
+            ids=list(ids),
+            stops=stops,
+            limit=min(stops.max_new_tokens, room),
+            limit_reason="length" if stops.max_new_tokens <= room else "context",
+            draft_tokens=self._draft_tokens,
+            sampler=Sampler(sampling, ids),
+            text=TextStream(self.tokenizer, stops),
+            stats=GenerationStats(prompt_tokens=len(ids)),
+        )
+        return self._run(request)
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise Exl3DflashError("the prompt has no tokens", expected="at least one", fix="write something")
+        vocabulary = self._target.facts.vocab_size
+        outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
+        if outside:
+            raise Exl3DflashError(
+                f"the prompt has the token id {outside[0]}",
+                expected=f"ids 0 to {vocabulary - 1} of {self._target.facts.name}",
+                fix="use the target's own tokenizer",
+            )
+        limit = self.context_limit
+        if limit is not None and len(ids) >= limit:
+            raise Exl3DflashError(
+                f"the context is full: the prompt has {len(ids)} tokens",
+                expected=f"fewer than the target's {limit} positions",
+                fix="shorten the prompt or start a new conversation",
+            )
+
+    def _run(self, request: Request) -> Iterator[Step]:
+        """Yield the steps; between two of them the caches are always consistent."""
+        self._stats, self._active = request.stats, request
+        try:
+            yield self._guarded(request, first=True)
+            while not request.stats.stop_reason:
+                assert self._active is request, "another request was started on this engine"
+                yield self._guarded(request, first=False)
+        finally:
+            request.stats.stop_reason = request.stats.stop_reason or "interrupted"
+            request.stats.repeated_run = longest_repeated_run(request.emitted)
+
+    def _guarded(self, request: Request, first: bool) -> Step:
+        """One step; whatever breaks it (also Ctrl-C) may leave half a forward in a cache, so both are dropped then."""
+        started = perf_counter()
+        try:
+            with torch.inference_mode():
+                tokens, proposed, accepted = self._prefill(request) if first else self._advance(request)
+        except BaseException:
+            self.reset()
+            raise
+        seconds = perf_counter() - started
+        self._count(request, first, proposed, accepted, seconds)
+        phase: Phase = "prefill" if first else "verify" if request.draft_tokens else "decode"
+        return Step(tokens, proposed, accepted, seconds, phase)
+
+    def _count(self, request: Request, first: bool, proposed: int, accepted: int, seconds: float) -> None:
+        stats = request.stats
+        if first:
+            stats.prefill_seconds = seconds
+            return
+        stats.decode_seconds += seconds
+        stats.decode_steps += 1
+        stats.verify_steps += 1 if request.draft_tokens else 0
+        stats.proposed += proposed
+        stats.accepted += accepted
+
+    def _prefill(self, request: Request) -> tuple[tuple[int, ...], int, int]:
+        """Run what the caches lack of the prompt and draw the first token."""
+        reused = min(shared_prefix(self._session.ids, request.ids), len(request.ids) - 1)
+        if self._cache is not None:
+            if request.draft_tokens:
+                reused = min(reused, self._cache.length)
+            self._cache.crop(min(reused, self._cache.length))
+        self._session.rollback(reused)
+        request.stats.reused_tokens = reused
+        for start in range(reused, len(request.ids), PREFILL_ROWS):
+            chunk = request.ids[start : start + PREFILL_ROWS]
+            rows = self._forward(request, chunk)
+            self._extend_context(request, rows, len(chunk))
+        return request.emit([request.sampler.sample(self._logits(rows)[-1])]), 0, 0
+
+    def _advance(self, request: Request) -> tuple[tuple[int, ...], int, int]:
+        """Draft, verify and keep what was emitted: tokens, number proposed, number accepted and emitted."""
+        anchor, start = request.emitted[-1], self._session.length
+        draft = self._draft(anchor, min(request.draft_tokens, request.remaining - 1))
+        rows = self._forward(request, [anchor, *draft])
+        verified = request.sampler.verify(self._logits(rows), draft)
+        tokens = request.emit(verified)
+        if len(tokens) <= len(draft):
+            self._session.rollback(start + len(tokens))
+        self._extend_context(request, rows, len(tokens))
+        return tokens, len(draft), min(len(verified) - 1, len(tokens))
+
+    def _draft(self, anchor: int, count: int) -> list[int]:
+        """The drafter's most likely tokens for the `count` positions after the anchor."""
+        if count == 0:
+            return []
+        assert self._drafter is not None
+        assert self._cache is not None
+        assert self._cache.length == self._session.length, "the drafter's context and the session differ"
+        block = self._drafter.block_embeddings(self._target, self._ids([anchor]))[0]  # (B, H)
+        rows = count + 1 if self._causal_block else len(block)
+        hidden = self._drafter.draft(self._cache, block[:rows], self._cache.length)  # (rows, H)
+        draft: list[int] = self._drafter.logits(self._target, hidden[1 : count + 1]).argmax(-1).tolist()
+        return draft
+
+    def _forward(self, request: Request, ids: Sequence[int]) -> TapRows:
+        return self._session.forward(self._ids(ids), self._tap_ids if request.draft_tokens else None)
+
+    def _extend_context(self, request: Request, rows: TapRows, count: int) -> None:
+        """Give the first `count` rows to the drafter's context; a plain request leaves the drafter alone."""
+        if request.draft_tokens:
+            assert self._drafter is not None
+            self._drafter.extend_context(self._cache, rows.taps[:count])
+
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self._target.device)
+
+    @staticmethod
+    def _logits(rows: TapRows) -> torch.Tensor:
+        assert rows.logits is not None
+        return rows.logits
