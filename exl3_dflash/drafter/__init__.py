@@ -1,0 +1,1 @@
+"""DFlash drafters: config dialects, checkpoints, and the torch model."""
