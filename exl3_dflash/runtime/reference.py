@@ -38,8 +38,9 @@ from exl3_dflash.target.base import TapRows, Target, TargetTokenizer
 if TYPE_CHECKING:
     from exl3_dflash.drafter.model import DrafterModel
 
-# Bounds the logits of a prefill forward: rows x vocabulary x 4 bytes.
-PREFILL_ROWS = 256
+# Bounds the taps of a prefill forward, K*Ht values per row. Not smaller than needed: some recurrent layers can only
+# continue token by token, so that every forward after the first is slow on them.
+PREFILL_ROWS = 4096
 
 
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -200,7 +201,7 @@ class ReferenceEngine:
         request.stats.reused_tokens = reused
         for start in range(reused, len(request.ids), PREFILL_ROWS):
             chunk = request.ids[start : start + PREFILL_ROWS]
-            rows = self._forward(request, chunk)
+            rows = self._forward(request, chunk, logit_rows=int(start + len(chunk) == len(request.ids)))
             self._extend_context(request, rows, len(chunk))
         return request.emit([request.sampler.sample(self._logits(rows)[-1])]), 0, 0
 
@@ -208,7 +209,7 @@ class ReferenceEngine:
         """Draft, verify and keep what was emitted: tokens, number proposed, number accepted and emitted."""
         anchor, start = request.emitted[-1], self._session.length
         draft = self._draft(anchor, min(request.draft_tokens, request.remaining - 1))
-        rows = self._forward(request, [anchor, *draft])
+        rows = self._forward(request, [anchor, *draft], logit_rows=1 + len(draft))
         verified = request.sampler.verify(self._logits(rows), draft)
         tokens = request.emit(verified)
         if len(tokens) <= len(draft):
@@ -223,19 +224,20 @@ class ReferenceEngine:
         assert self._drafter is not None
         assert self._cache is not None
         assert self._cache.length == self._session.length, "the drafter's context and the session differ"
-        block = self._drafter.block_embeddings(self._target, self._ids([anchor]))[0]  # (B, H)
-        rows = count + 1 if self._causal_block else len(block)
-        hidden = self._drafter.draft(self._cache, block[:rows], self._cache.length)  # (rows, H)
+        rows = count + 1 if self._causal_block else self._drafter.config.block_size
+        block = self._drafter.block_embeddings(self._target, self._ids([anchor]), rows)[0]  # (rows, H)
+        hidden = self._drafter.draft(self._cache, block, self._cache.length)  # (rows, H)
         draft: list[int] = self._drafter.logits(self._target, hidden[1 : count + 1]).argmax(-1).tolist()
         return draft
 
-    def _forward(self, request: Request, ids: Sequence[int]) -> TapRows:
-        return self._session.forward(self._ids(ids), self._tap_ids if request.draft_tokens else None)
+    def _forward(self, request: Request, ids: Sequence[int], logit_rows: int) -> TapRows:
+        return self._session.forward(self._ids(ids), self._tap_ids if request.draft_tokens else None, logit_rows)
 
     def _extend_context(self, request: Request, rows: TapRows, count: int) -> None:
         """Give the first `count` rows to the drafter's context; a plain request leaves the drafter alone."""
         if request.draft_tokens:
             assert self._drafter is not None
+            assert self._cache is not None
             self._drafter.extend_context(self._cache, rows.taps[:count])
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:

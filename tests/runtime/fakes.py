@@ -67,7 +67,9 @@ class TableSession:
         """The last `count` committed tokens."""
         return self._ids[-count:]
 
-    def forward(self, ids: torch.Tensor, tap_ids: Sequence[int] | None = None) -> TapRows:
+    def forward(
+        self, ids: torch.Tensor, tap_ids: Sequence[int] | None = None, logit_rows: int | None = None
+    ) -> TapRows:
         self._target.before_forward()
         rows, taps = [], []
         for token in ids.tolist():
@@ -76,7 +78,9 @@ class TableSession:
             taps.append([float(self.length - 1), float(token)])
         self.forwards.append(len(rows))
         self.tap_requests.append(tap_ids is not None)
-        return TapRows(torch.tensor(taps) if tap_ids is not None else torch.zeros(len(rows), 0), torch.stack(rows))
+        wanted = rows[len(rows) - (len(rows) if logit_rows is None else logit_rows) :]
+        logits = torch.stack(wanted) if wanted else None
+        return TapRows(torch.tensor(taps) if tap_ids is not None else torch.zeros(len(rows), 0), logits)
 
     def rollback(self, length: int) -> None:
         assert 0 <= length <= self.length
@@ -175,9 +179,9 @@ class NoisyDrafter:
         self.calls += 1
         cache.rows += taps.tolist()
 
-    def block_embeddings(self, _target: TableTarget, anchors: torch.Tensor) -> torch.Tensor:
+    def block_embeddings(self, _target: TableTarget, anchors: torch.Tensor, rows: int | None = None) -> torch.Tensor:
         self._anchor_token = int(anchors[0])
-        return torch.zeros(1, self.config.block_size, 1)
+        return torch.zeros(1, rows or self.config.block_size, 1)
 
     def draft(self, cache: ContextCache, embeddings: torch.Tensor, start: int) -> torch.Tensor:
         self.calls += 1

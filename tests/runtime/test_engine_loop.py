@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl3_dflash.errors import Exl3DflashError
+from exl3_dflash.runtime import reference
 from exl3_dflash.runtime.engine import SamplingSettings, Step, StopSettings
-from exl3_dflash.runtime.reference import PREFILL_ROWS, ReferenceEngine
+from exl3_dflash.runtime.reference import ReferenceEngine
 from tests.runtime.fakes import NoisyDrafter, TableTarget
 
 GREEDY = SamplingSettings()
@@ -209,11 +210,12 @@ class TestPrefixReuse:
             assert answer == target.greedy(prompt, 12)
             prompt = [*prompt, *answer, draft_tokens]
 
-    def test_long_prompt_is_run_in_pieces(self) -> None:
+    def test_long_prompt_is_run_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference, "PREFILL_ROWS", 8)
         target, engine = pair()
-        prompt = [at % 7 for at in range(2 * PREFILL_ROWS + 10)]
+        prompt = [at % 7 for at in range(19)]
         assert generate(engine, prompt, 8) == target.greedy(prompt, 8)
-        assert target.session.forwards[:3] == [PREFILL_ROWS, PREFILL_ROWS, 10]
+        assert target.session.forwards[:3] == [8, 8, 3]
 
     def test_reset_forgets(self) -> None:
         _, engine = pair()
