@@ -76,7 +76,8 @@ def table(result: GridResult) -> str:
         bpw = f"{result.bpw[row.name]:.2f}" if row.name in result.bpw else "16"
         lines.append(
             f"| {row.name} | {bpw} | {row.accept_length:.3f} ({row.ci95[0]:.3f} to {row.ci95[1]:.3f}) "
-            f"| {_percent(row.retention, row.retention_ci95)} | {_percent(row.top1_agreement, row.top1_agreement_ci95)} "
+            f"| {_percent(row.retention, row.retention_ci95)} "
+            f"| {_percent(row.top1_agreement, row.top1_agreement_ci95)} "
             f"| {row.kl:.4f} | {error} |"
         )
     return "\n".join([*lines, "", *tensor_table(result)])

@@ -116,13 +116,13 @@ def render(result: DemoResult) -> str:
     """The tables as plain text."""
     report = result.quantize
     lines = [report.summary(), "audit: every tensor read back, decoded and accounted for", ""]
-    lines.append(f"{'real runs, held-out prompts':<28} {'accept length':>13} {'tokens/s':>9} {'speedup':>8} {'identical':>10}")
+    lines.append(
+        f"{'real runs, held-out prompts':<28} {'accept length':>13} {'tokens/s':>9} {'speedup':>8} {'identical':>10}"
+    )
     for run in result.runs:
         accept = "-" if run.accept_length is None else f"{run.accept_length:.2f}"
         identical = "baseline" if run is result.runs[0] else f"{run.identical}/{run.requests}"
-        lines.append(
-            f"{run.name:<28} {accept:>13} {run.tokens_per_second:>9.0f} {run.speedup:>7.2f}x {identical:>10}"
-        )
+        lines.append(f"{run.name:<28} {accept:>13} {run.tokens_per_second:>9.0f} {run.speedup:>7.2f}x {identical:>10}")
     lines += [
         "",
         f"drafter: {report.source_bytes / 1024:.0f} KiB unquantized, {report.size_bytes / 1024:.0f} KiB quantized",

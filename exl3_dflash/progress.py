@@ -30,7 +30,7 @@ class Reporter:
         with tqdm(
             total=total, desc=label, unit=unit, file=sys.stderr, disable=self._quiet, leave=False, dynamic_ncols=True
         ) as bar:
-            
+
             def advance(amount: float = 1) -> None:
                 bar.update(amount)
 

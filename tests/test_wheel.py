@@ -31,7 +31,18 @@ DATA_FILES = (
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        ".",
+    ]
     subprocess.run([*command, f"-Cbuild-dir={out / 'build'}"], cwd=ROOT, check=True, timeout=300)
     return next(out.glob("exl3_dflash-*.whl"))
 
@@ -67,7 +78,7 @@ def test_installed_wheel_runs_the_demo_elsewhere(installed_python: Path, tmp_pat
 
 
 def test_calibration_text_is_found_by_the_installed_wheel(installed_python: Path, tmp_path: Path) -> None:
-    code = "import calibration_data, json; print(json.dumps([calibration_data.__file__, len(calibration_data.load_prompts())]))"
+    code = "import calibration_data as c, json; print(json.dumps([c.__file__, len(c.load_prompts())]))"
     run = subprocess.run([str(installed_python), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     where, count = json.loads(run.stdout)

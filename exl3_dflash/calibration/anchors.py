@@ -1,8 +1,8 @@
 """Which positions of a token row are drafted from.
 
-An anchor `a` is the last token known when a block is drafted: the context is rows `0..a-1`, the block starts at `a`. In
-generation the first anchor is the first token after the prompt, so anchors are drawn from the answer; rows of plain text
-(`prompt_length` 0) use every position with at least one context row.
+An anchor `a` is the last token known when a block is drafted: the context is rows `0..a-1`, the block starts at `a`.
+In generation the first anchor is the first token after the prompt, so anchors are drawn from the answer; rows of plain
+text (`prompt_length` 0) use every position with at least one context row.
 """
 
 from __future__ import annotations

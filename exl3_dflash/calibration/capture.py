@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from exl3_dflash.calibration.anchors import sample_anchors
-from exl3_dflash.calibration.rows import TokenRow
+from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.checkpoint import LinearSpec
+from exl3_dflash.drafter.layout import HEAD
 from exl3_dflash.drafter.model import DrafterModel
+from exl3_dflash.drafter.modules import BLOCK, CONTEXT
 from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.target.base import Target
 from quantize.hessian import Hessian, HessianAccumulator
-
-CONTEXT, BLOCK = "context", "block"
 
 
 class HessianCapture:
@@ -143,8 +143,9 @@ def calibrate(
             dropped += 1
         elif len(anchors):
             with drafter.observe(capture):
-                anchor_ids = ids.to(target.device)[anchors.to(target.device)]
-                drafter.forward_anchors(taps, drafter.block_embeddings(target, anchor_ids), anchors)
+                hidden = drafter.forward_anchors(taps, drafter.block_embeddings(target, ids[anchors]), anchors)
+            if drafter.lm_head is not None:
+                capture(HEAD, BLOCK, hidden[:, 1:])  # what the head would read, without its (large) output
             used, tokens, anchors_seen = used + 1, tokens + len(ids), anchors_seen + len(anchors)
         progress()
     hessians = capture.finish(block_size / max(accept_length, 1.0))

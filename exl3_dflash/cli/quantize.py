@@ -41,7 +41,7 @@ def quantize(
         str,
         typer.Option(
             "--cal-data",
-            help="default: corpora and prompts; chat: the target's own answers; or a .txt, .jsonl or .safetensors file.",
+            help="default: corpora and prompts; chat: the target's own answers; or a .txt, .jsonl, .safetensors file.",
         ),
     ] = "default",
     cal_rows: Annotated[int, typer.Option("--cal-rows", help="Calibration rows.")] = 250,

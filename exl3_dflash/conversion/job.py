@@ -126,7 +126,9 @@ def _calibrate(
 ) -> Calibration | None:
     if settings.calibration == "none":
         return None
-    assert drafter is not None and rows is not None and inputs.target is not None
+    assert drafter is not None
+    assert rows is not None
+    assert inputs.target is not None
     accept_length = _accept_length(inputs.target, drafter, rows, reporter)
     with reporter.bar("calibrate", len(rows.rows), "row") as advance:
         calibration = calibrate(
@@ -140,7 +142,7 @@ def _calibrate(
         )
     if calibration.rows == 0:
         raise Exl3DflashError(
-            f"none of {len(rows.rows)} calibration rows could be used ({calibration.dropped_rows} had non-finite features)",
+            f"none of {len(rows.rows)} calibration rows could be used, {calibration.dropped_rows} were not finite",
             expected="rows with at least two tokens and finite target features",
             fix="try --dtype float32 or other --cal-data",
         )
@@ -284,4 +286,3 @@ def _calibration_report(
         dropped_inputs=calibration.dropped_inputs,
         notes=list(rows.notes),
     )
-

@@ -1,8 +1,8 @@
 """The output directory's tensors and metadata, laid out as ExLlamaV3's converter writes them.
 
-`config.json` is the source's with `quantization_config`, the tap shift that the drafter was measured with (pinned, since
-ExLlamaV3 would otherwise use its own default), and our own facts under `exl3_dflash`. Files of the source that are
-neither weights nor metadata (its card, license, code) are carried along unchanged.
+`config.json` is the source's with `quantization_config`, the tap shift that the drafter was measured with (pinned,
+since ExLlamaV3 would otherwise use its own default), and our own facts under `exl3_dflash`. Files of the source that
+are neither weights nor metadata (its card, license, code) are carried along unchanged.
 """
 
 from __future__ import annotations

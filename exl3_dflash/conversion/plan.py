@@ -14,11 +14,11 @@ import torch
 
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint, LinearSpec
+from exl3_dflash.drafter.layout import HEAD
 from quantize.encoder import default_threads, encode_tiles
 
 TILE_WEIGHTS = 256
 PAD_TO = 128
-HEAD = "lm_head"
 QKV = ("q_proj", "k_proj", "v_proj")
 SCALE_SEARCH_OVERHEAD = 1.25  # tiles encoded by the search over those of the tensor, at the sizes of real drafters
 
@@ -83,10 +83,14 @@ class QuantizationPlan:
 
     def estimate_seconds(self, codebook: str, threads: int) -> float:
         """Seconds of encoding, from a measured tile of every bit rate in the plan."""
-        return sum(
-            sum(tensor.tiles for tensor in self.quantized if tensor.bits == bits) * seconds_per_tile(bits, codebook, threads)
-            for bits in {tensor.bits for tensor in self.quantized if tensor.bits is not None}
-        ) * SCALE_SEARCH_OVERHEAD
+        return (
+            sum(
+                sum(tensor.tiles for tensor in self.quantized if tensor.bits == bits)
+                * seconds_per_tile(bits, codebook, threads)
+                for bits in {tensor.bits for tensor in self.quantized if tensor.bits is not None}
+            )
+            * SCALE_SEARCH_OVERHEAD
+        )
 
 
 def padded(features: int) -> int:
@@ -137,8 +141,8 @@ def loader_note(hidden_size: int) -> str:
     if hidden_size % PAD_TO == 0:
         return ""
     return (
-        f"hidden size {hidden_size} is not a multiple of {PAD_TO}: ExLlamaV3 1.6.5 loads such a DFlash drafter but cannot "
-        "run it, quantized or not (its MLP output is not trimmed); exl3-dflash's own engine runs it"
+        f"hidden size {hidden_size} is not a multiple of {PAD_TO}: ExLlamaV3 1.6.5 loads such a DFlash drafter but "
+        "cannot run it, quantized or not (its MLP output is not trimmed); exl3-dflash's own engine runs it"
     )
 
 

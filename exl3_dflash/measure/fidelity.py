@@ -1,7 +1,7 @@
 """Teacher-forced fidelity: how well drafters predict their target, anchor by anchor, without generating.
 
-Over token rows that the target wrote, every anchor `a` gives one block. Draft token k (k = 1..B-1) is right if it equals
-the target's greedy token after the true prefix `ids[:a+k]`. Definitions:
+Over token rows that the target wrote, every anchor `a` gives one block. Draft token k (k = 1..B-1) is right if it
+equals the target's greedy token after the true prefix `ids[:a+k]`. Definitions:
 
 - accept length: leading right draft tokens + 1 (the target's own token), mean over anchors.
 - position acceptance a_k: share of anchors where draft k is right among those where 1..k-1 are.
@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from exl3_dflash.calibration.anchors import sample_anchors
-from exl3_dflash.calibration.rows import TokenRow
+from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.errors import Exl3DflashError
@@ -150,9 +150,7 @@ def _common_config(drafters: Mapping[str, DrafterModel]) -> Any:
     return first
 
 
-def label_row(
-    target: Target, row: TokenRow, tap_ids: tuple[int, ...], anchors: torch.Tensor
-) -> LabelledRow | None:
+def label_row(target: Target, row: TokenRow, tap_ids: tuple[int, ...], anchors: torch.Tensor) -> LabelledRow | None:
     """Run the target over one row; None if its features or logits are not finite."""
     ids = torch.as_tensor(row.ids, dtype=torch.int64)
     output = target.tap_rows(ids, tap_ids, want_logits=True)
@@ -165,19 +163,21 @@ def label_row(
 def tally_row(target: Target, drafters: list[DrafterModel], row: LabelledRow) -> list[RowTally]:
     """Sums of every drafter over one row's anchors."""
     block_size = drafters[0].config.block_size
-    vocabulary = target.facts.head_size
-    chunk = max(1, LOGIT_CHUNK_ELEMENTS // ((block_size - 1) * vocabulary))
-    offsets = torch.arange(block_size - 1)
+    anchor_ids = row.ids[row.anchors.to(row.ids.device)]
+    hidden = [
+        drafter.forward_anchors(row.taps, drafter.block_embeddings(target, anchor_ids), row.anchors)[:, 1:]
+        for drafter in drafters
+    ]  # each (N, B - 1, H)
+    steps = torch.arange(block_size - 1)
+    labels = row.greedy[(row.anchors[:, None] + steps).to(row.greedy.device)]  # (N, B - 1)
     parts: list[list[RowTally]] = [[] for _ in drafters]
-    for anchors in row.anchors.split(chunk):
-        labels = row.greedy[(anchors[:, None] + offsets).to(row.greedy.device)]  # (n, B - 1)
-        anchor_ids = row.ids[anchors.to(row.ids.device)]
+    chunk = max(1, LOGIT_CHUNK_ELEMENTS // ((block_size - 1) * target.facts.head_size))
+    for chosen in torch.arange(len(labels)).split(chunk):
         reference: torch.Tensor | None = None
         for index, drafter in enumerate(drafters):
-            hidden = drafter.forward_anchors(row.taps, drafter.block_embeddings(target, anchor_ids), anchors)
-            log_probs = drafter.logits(target, hidden[:, 1:]).float().log_softmax(-1)  # (n, B - 1, V)
+            log_probs = drafter.logits(target, hidden[index][chosen]).float().log_softmax(-1)  # (n, B - 1, V)
             reference = log_probs if reference is None else reference
-            parts[index].append(_tally_chunk(log_probs, reference, labels))
+            parts[index].append(_tally_chunk(log_probs, reference, labels[chosen.to(labels.device)]))
     return [_add(tallies) for tallies in parts]
 
 

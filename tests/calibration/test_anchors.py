@@ -23,7 +23,9 @@ def test_last_anchor_leaves_room_for_its_labels() -> None:
     count=st.one_of(st.none(), st.integers(1, 50)),
     seed=st.integers(0, 2**31),
 )
-def test_samples_are_distinct_sorted_and_valid(length: int, prompt: int, span: int, count: int | None, seed: int) -> None:
+def test_samples_are_distinct_sorted_and_valid(
+    length: int, prompt: int, span: int, count: int | None, seed: int
+) -> None:
     anchors = sample_anchors(length, prompt, span, count, torch.Generator().manual_seed(seed)).tolist()
     allowed = set(valid_anchors(length, prompt, span))
     assert anchors == sorted(set(anchors))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from exl3_dflash.calibration.rows import TokenRow
+from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.measure.fidelity import measure_fidelity
 from exl3_dflash.target.base import TapRows
