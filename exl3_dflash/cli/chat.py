@@ -124,7 +124,7 @@ def _answer_once(session: ChatSession, question: str, quiet: bool) -> None:
     from exl3_dflash.chat.loop import respond
     from exl3_dflash.chat.ui import PlainUI
 
-    respond(session, PlainUI(sys.stdin, sys.stdout, sys.stderr, quiet), question)
+    respond(session, PlainUI(sys.stdin, sys.stdout, sys.stderr, quiet), session.ask(question))
 
 
 def _print_json(session: ChatSession, pair: LoadedPair, question: str) -> None:

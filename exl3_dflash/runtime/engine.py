@@ -12,7 +12,7 @@ consumers leave it out (`runtime.streaming`). Nothing is ever emitted after a st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -134,7 +134,7 @@ class Engine(Protocol):
     @draft_tokens.setter
     def draft_tokens(self, count: int) -> None: ...
 
-    def generate(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> Iterator[Step]:
+    def generate(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> Generator[Step]:
         """Generate after the prompt `ids`; closing the iterator stops the answer and leaves the engine usable.
 
         Raises:

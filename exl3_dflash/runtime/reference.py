@@ -19,7 +19,7 @@ wanted; a causal one gets only the rows that are needed, which changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -114,7 +114,7 @@ class ReferenceEngine:
         self._session = self._target.new_session()
         self._cache = self._drafter.new_cache() if self._drafter else None
 
-    def generate(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> Iterator[Step]:
+    def generate(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> Generator[Step]:
         """Generate after the prompt `ids`; see `Engine.generate`. The prompt is checked before the first step.
 
         Raises:
@@ -153,7 +153,7 @@ class ReferenceEngine:
                 fix="shorten the prompt or start a new conversation",
             )
 
-    def _run(self, request: Request) -> Iterator[Step]:
+    def _run(self, request: Request) -> Generator[Step]:
         """Yield the steps; between two of them the caches are always consistent."""
         self._stats, self._active = request.stats, request
         try:
