@@ -82,11 +82,7 @@ def make_tiny_qwen3_next(
 
     settings = {
         **small_dimensions(),
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        **TINY_LINEAR_ATTENTION,
         "mlp_only_layers": [0, 1, 2, 3],
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -96,6 +92,66 @@ def make_tiny_qwen3_next(
     return write_tiny_target(
         directory, Qwen3NextConfig(**{**settings, **config}), seed=seed, chat_template=chat_template
     )
+
+
+def make_constant_target(directory: Path, *, num_layers: int = 4) -> Path:
+    """A Llama whose layer i emits the constant i in every feature, for any tokens.
+
+    The embedding is -1 everywhere; attention and gated MLP write nothing, and the bias of down_proj adds 1 per layer.
+    """
+    make_tiny_llama(directory, num_hidden_layers=num_layers, mlp_bias=True)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(-1.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+            layer.mlp.down_proj.bias.fill_(1.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+TINY_LINEAR_ATTENTION = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+# model_type -> keys that a tiny configuration needs beside `small_dimensions`
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"head_dim": 8, "sliding_window": 7},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
+    "cohere": {"logit_scale": 0.25},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mamba": {"state_size": 8},
+    "qwen3_5_text": TINY_LINEAR_ATTENTION,
+    "falcon_h1": {
+        "head_dim": 8,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+    },
+}
+
+
+def make_tiny_family(directory: Path, model_type: str, *, seed: int = 0, **config: Any) -> Path:
+    """A tiny target of a family in FAMILIES; `config` overrides its keys."""
+    from transformers import AutoConfig
+
+    settings = {**small_dimensions(), **FAMILIES[model_type], **config}
+    return write_tiny_target(directory, AutoConfig.for_model(model_type, **settings), seed=seed)
 
 
 def small_dimensions() -> dict[str, Any]:

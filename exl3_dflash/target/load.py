@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target import exl3_weights
 from exl3_dflash.target.messages import first_line
-from exl3_dflash.target.placement import choose_device, choose_dtype
+from exl3_dflash.target.placement import choose_device, choose_dtype, parse_dtype
 from exl3_dflash.target.tokenizer import TransformersTokenizer, eos_ids_of
 from exl3_dflash.target.transformers_target import TransformersTarget
 from quantize.checkpoint import TensorDirectory
@@ -29,15 +30,44 @@ _UNUSED_TENSORS = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class TargetSketch:
+    """What a target's files tell without its weights; the fields mean what they mean in `base.TargetFacts`."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    tokenizer_size: int
+
+
+def sketch_target(path: str | Path, name: str | None = None) -> TargetSketch:
+    """Dimensions of the target in `path` from its config and tokenizer, in about a second for any size.
+
+    Raises:
+        Exl3DflashError: the config or the tokenizer cannot be used.
+    """
+    path = Path(path)
+    config = read_config(path)
+    text = config.get_text_config(decoder=True)
+    return TargetSketch(
+        name=name or path.resolve().name,
+        hidden_size=int(text.hidden_size),
+        num_layers=int(text.num_hidden_layers),
+        vocab_size=int(text.vocab_size),
+        tokenizer_size=TransformersTokenizer.load(path).size,
+    )
+
+
 def load_target(
-    path: str | Path, *, device: str = "auto", dtype: torch.dtype | None = None, name: str | None = None
+    path: str | Path, *, device: str = "auto", dtype: torch.dtype | str | None = None, name: str | None = None
 ) -> TransformersTarget:
     """Load the target in the directory `path` (safetensors; plain or EXL3).
 
     Args:
         path: a Hugging Face model directory (see `hub.resolve` for names).
         device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: None lets `placement.choose_dtype` choose.
+        dtype: a torch dtype or its name ("float32", "bfloat16", "float16"); None lets `placement.choose_dtype` choose.
         name: for reports and messages; the directory's name where None.
 
     Raises:
@@ -52,13 +82,14 @@ def load_target(
         if method == "exl3":
             config = exl3_weights.untied_config(directory, config)
         skeleton = _empty_model(config)
-        dtype = dtype or choose_dtype(config.get_text_config(decoder=True).dtype, skeleton.num_parameters(), chosen)
+        stored_dtype = config.get_text_config(decoder=True).dtype
+        chosen_dtype = parse_dtype(dtype) or choose_dtype(stored_dtype, skeleton.num_parameters(), chosen)
         state = None
         if method == "exl3":
             shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
-            state = exl3_weights.decode_state_dict(directory, shapes, dtype, chosen)
+            state = exl3_weights.decode_state_dict(directory, shapes, chosen_dtype, chosen)
         quantized = exl3_weights.describe(directory) if method == "exl3" else "none"
-    model = _load_weights(path, type(skeleton), config, dtype, state)
+    model = _load_weights(path, type(skeleton), config, chosen_dtype, state)
     eos = eos_ids_of(model.generation_config, config, config.get_text_config(decoder=True))
     tokenizer = TransformersTokenizer.load(path, eos)
     return TransformersTarget(

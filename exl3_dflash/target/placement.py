@@ -18,6 +18,7 @@ import torch
 from exl3_dflash.errors import Exl3DflashError
 
 FP32_CPU_BYTES = 4 << 30
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_device(device: str) -> torch.device:
@@ -34,6 +35,15 @@ def choose_device(device: str) -> torch.device:
             fix="use --device cpu, or install a CUDA build of torch",
         )
     return chosen
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype by name; None stays None. Raises Exl3DflashError for anything that no target runs in."""
+    if dtype is None or dtype in DTYPES.values():
+        return dtype if isinstance(dtype, torch.dtype) else None
+    if dtype not in DTYPES:
+        raise Exl3DflashError(f"dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}")
+    return DTYPES[str(dtype)]
 
 
 def choose_dtype(stored: Any, parameters: int, device: torch.device) -> torch.dtype:
