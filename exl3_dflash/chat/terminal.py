@@ -134,7 +134,7 @@ class TerminalUI:
         """A piece of the answer, as it is."""
         text = text.translate(_HIDDEN)
         if text:
-            self._console.out(text, end="", highlight=False)
+            self._console.file.write(text)
             self._line_is_open = not text.endswith("\n")
             self._console.file.flush()
 
