@@ -112,4 +112,4 @@ class DrafterAttention(nn.Module):
         return self.o_proj(attended.reshape(rows, -1), BLOCK)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], -1, self.head_dim)
+        return x.view(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
