@@ -1,4 +1,5 @@
-// The Python module quantize._native: checks shapes, spreads tiles over threads, and calls the best kernel the processor runs.
+// The Python module quantize._native: checks shapes, spreads tiles over threads, and calls the best kernel the
+// processor runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -56,8 +57,8 @@ const Backend& backend_named(const std::string& name) {
 }
 
 // Each group of tiles is encoded by itself, so which thread takes it changes nothing in the result.
-void encode_all(const Backend& backend, Rate rate, const float* values, const float* weights, size_t tiles, size_t threads,
-                int32_t* states) {
+void encode_all(const Backend& backend, Rate rate, const float* values, const float* weights, size_t tiles,
+                size_t threads, int32_t* states) {
     const size_t group = static_cast<size_t>(backend.tiles_per_call);
     const size_t groups = (tiles + group - 1) / group;
     if (threads > groups) threads = groups;
@@ -86,18 +87,18 @@ void encode_all(const Backend& backend, Rate rate, const float* values, const fl
     for (std::thread& helper : helpers) helper.join();
 }
 
-void encode(Weights weights, Values values, States states, int even_bits, int odd_bits, int threads, const std::string& path) {
-    const int low = even_bits < odd_bits ? even_bits : odd_bits;
-    const int high = even_bits < odd_bits ? odd_bits : even_bits;
-    const bool known = even_bits == odd_bits ? low >= 1 && high <= exl3::kMaxBits : low >= 1 && high <= 4 && high - low == 1;
-    if (!known) throw nb::value_error("unsupported bits of even and odd positions");
+void encode(Weights weights, Values values, States states, int even_bits, int odd_bits, int threads,
+            const std::string& path) {
+    const bool whole = even_bits >= 1 && even_bits <= exl3::kMaxBits && odd_bits == even_bits;
+    const bool half = even_bits >= 1 && even_bits <= 3 && odd_bits == even_bits + 1;
+    if (!whole && !half) throw nb::value_error("unsupported bits of even and odd positions");
     if (weights.shape(0) != states.shape(0)) throw nb::value_error("weights and states differ in tiles");
     if (threads < 1) throw nb::value_error("threads must be at least 1");
     const Backend& backend = backend_named(path);
     if (weights.shape(0) == 0) return;
     nb::gil_scoped_release release;
-    encode_all(backend, Rate{even_bits, odd_bits}, values.data(), weights.data(), weights.shape(0), static_cast<size_t>(threads),
-               states.data());
+    encode_all(backend, Rate{even_bits, odd_bits}, values.data(), weights.data(), weights.shape(0),
+               static_cast<size_t>(threads), states.data());
 }
 
 std::vector<std::string> paths() {
@@ -110,8 +111,8 @@ std::vector<std::string> paths() {
 
 NB_MODULE(_native, module) {
     module.doc() = "Exact trellis search for EXL3 tiles.";
-    module.def("encode", &encode, "weights"_a.noconvert(), "values"_a.noconvert(), "states"_a.noconvert(), "even_bits"_a,
-               "odd_bits"_a, "threads"_a, "path"_a = "",
+    module.def("encode", &encode, "weights"_a.noconvert(), "values"_a.noconvert(), "states"_a.noconvert(),
+               "even_bits"_a, "odd_bits"_a, "threads"_a, "path"_a = "",
                "Write the best states of each tile of weights (n, 256) into states (n, 256).");
     module.def("paths", &paths, "Names of the kernels that this processor runs, best first.");
 }

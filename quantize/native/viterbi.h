@@ -1,15 +1,17 @@
 // The exact trellis search: interface shared by the Python module and the kernels of each instruction set.
 //
-// What is computed. A tile is a ring of 256 weights w[i]. Position i owns `shift(i)` bits of a circular bit stream, and its state is
-// the 16-bit window of the stream that ends with its own bits. The search finds the stream that minimizes
+// What is computed. A tile is a ring of 256 weights w[i]. Position i owns `shift(i)` bits of a circular bit stream,
+// and its state is the 16-bit window of the stream that ends with its own bits. The search finds the stream that
+// minimizes
 //   sum_i (values[state_i] - w[i])^2
-// by dynamic programming over nodes, a node being the 16 - shift(i + 1) bits that the states i and i + 1 share. A ring has no
-// beginning, so two passes are made: one over the ring rolled by half a turn with a free start, whose best path tells the node
-// between positions 255 and 0; and one that starts and ends in that node. That is the usual tail-biting approximation, and
-// what ExLlamaV3 does. Within each pass the search is exact, in float32, with one defined order of operations:
+// by dynamic programming over nodes, a node being the 16 - shift(i + 1) bits that the states i and i + 1 share. A
+// ring has no beginning, so two passes are made: one over the ring rolled by half a turn with a free start, whose
+// best path tells the node between positions 255 and 0; and one that starts and ends in that node. That is the usual
+// tail-biting approximation, and what ExLlamaV3 does. Within each pass the search is exact, in float32, with one
+// defined order of operations:
 //   cost_out[o] = min over k of fma(d, d, cost_in[s >> shift_in]),  d = values[s] - w,  s = (k << (16 - shift_out)) | o
-// with the subtraction and the fused multiply-add rounded once each, so every instruction set produces the same bits. Among
-// equal costs the lowest k wins, and in the free pass the lowest end node.
+// with the subtraction and the fused multiply-add rounded once each, so every instruction set produces the same bits.
+// Among equal costs the lowest k wins, and in the free pass the lowest end node.
 #pragma once
 
 #include <cstddef>

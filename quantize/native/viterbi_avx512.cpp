@@ -1,5 +1,8 @@
-// The search with AVX-512F: 16 candidates at a time. Compiled with AVX-512F enabled; entered only after a check at run time.
+// The search with AVX-512F: 16 candidates at a time. Compiled with AVX-512F enabled; entered only after a check at
+// run time.
 #include <immintrin.h>
+
+#include <cmath>
 
 #include "cpu.h"
 #include "viterbi_kernel.h"
@@ -18,12 +21,20 @@ struct Avx512Vector {
     static Reg min(Reg a, Reg b) { return _mm512_min_ps(a, b); }
     static Reg accumulate(Reg distance, Reg cost) { return _mm512_fmadd_ps(distance, distance, cost); }
     static float accumulate_scalar(float distance, float cost) { return std::fma(distance, distance, cost); }
+    // Loads are no wider than what is used, so that they do not cross cache lines.
     template <int IN>
     static Reg spread(const float* from) {
-        if constexpr (IN >= 4) return _mm512_set1_ps(*from);
-        const __m512i lane = _mm512_setr_epi32(0, 1 >> IN, 2 >> IN, 3 >> IN, 4 >> IN, 5 >> IN, 6 >> IN, 7 >> IN, 8 >> IN,
-                                               9 >> IN, 10 >> IN, 11 >> IN, 12 >> IN, 13 >> IN, 14 >> IN, 15 >> IN);
-        return _mm512_permutexvar_ps(lane, _mm512_loadu_ps(from));
+        if constexpr (IN == 1) {
+            const __m512i lane = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+            return _mm512_permutexvar_ps(lane, _mm512_castps256_ps512(_mm256_load_ps(from)));
+        } else if constexpr (IN == 2) {
+            const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+            return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(from)), lane);
+        } else if constexpr (IN == 3) {
+            return _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(from[0]), _mm512_set1_ps(from[1]));
+        } else {
+            return _mm512_set1_ps(*from);
+        }
     }
 };
 

@@ -1,5 +1,8 @@
-// The search in plain C++, for machines without AVX2 and for other architectures. Compilers turn the short loops over lanes into
-// whatever vector instructions the baseline of the target has (SSE2, NEON).
+// The search in plain C++, for machines without AVX2 and for other architectures. Compilers turn the short loops over
+// lanes into whatever vector instructions the baseline of the target has (SSE2, NEON).
+#include <cmath>
+#include <cstring>
+
 #include "viterbi_kernel.h"
 
 namespace {
@@ -8,20 +11,23 @@ namespace {
 #if defined(FP_FAST_FMAF) || defined(__FMA__) || defined(__aarch64__) || defined(_M_ARM64)
 inline float fused_square_add(float distance, float cost) { return std::fma(distance, distance, cost); }
 #else
-// Without the instruction std::fma may be a slow call. The square is exact in double; the sum is rounded to odd there, which keeps
-// enough of the lost part that the final rounding to float is the right one (Boldo and Melquiond 2008).
+// Without the instruction std::fma is a slow call. The square is exact in double, so rounding the sum to double and
+// then to float goes wrong only where the double lies half-way between two floats and is itself inexact: then what it
+// lost decides.
 inline float fused_square_add(float distance, float cost) {
     const double square = static_cast<double>(distance) * distance;
     const double sum = square + cost;
-    const double back = sum - square;
-    const double lost = (square - (sum - back)) + (cost - back);  // exact (Knuth's two-sum); NaN if the sum is infinite
     int64_t bits;
     std::memcpy(&bits, &sum, sizeof bits);
-    const int64_t towards_lost = (lost > 0.0) - (lost < 0.0);  // the sum is never negative
-    bits += bits & 1 ? 0 : towards_lost;
-    double odd;
-    std::memcpy(&odd, &bits, sizeof odd);
-    return static_cast<float>(odd);
+    if ((bits & 0x1fffffff) == 0x10000000) {
+        const double back = sum - square;
+        const double lost = (square - (sum - back)) + (cost - back);  // exact: Knuth's two-sum
+        bits += (lost > 0.0) - (lost < 0.0);                          // the sum is positive here
+        double nudged;
+        std::memcpy(&nudged, &bits, sizeof nudged);
+        return static_cast<float>(nudged);
+    }
+    return static_cast<float>(sum);
 }
 #endif
 
@@ -61,7 +67,6 @@ struct PortableVector {
         return r;
     }
     static float accumulate_scalar(float distance, float cost) { return fused_square_add(distance, cost); }
-    // Lane i of the outgoing nodes comes from incoming node i >> IN.
     template <int IN>
     static Reg spread(const float* from) {
         Reg r;

@@ -92,9 +92,11 @@ def test_values_are_what_the_stored_stream_decodes_to(bits: float, codebook: str
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
-@pytest.mark.parametrize("path", encoder_paths())
+@pytest.mark.parametrize("path", ["avx512", "avx2", "portable"])
 def test_every_path_gives_the_same_states(bits: float, path: str) -> None:
     """Three tiles, so that both the pairwise and the single kernel run; zeros and repeats make ties."""
+    if path not in encoder_paths():
+        pytest.skip(f"this processor has no {path}")
     tiles = gaussian_tiles(3, seed=11)
     tiles[1, 64:192] = 0.0
     tiles[2] = 0.25
