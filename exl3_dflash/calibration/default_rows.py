@@ -2,7 +2,8 @@
 
 Every source gets its share of the rows by weight, on both sides; a source that runs out of text leaves the rest of its
 share to the others. Prompts are rendered without their answers (which only `chat` has the target write) and packed
-into full rows like documents, so that the drafter also sees the template's own tokens.
+into full rows like documents, so that the drafter also sees the template's own tokens; prompts that are longer than a
+row are left out, or a few long ones would be most of the prompt rows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def default_rows(target: Target, prompts: Sequence[Prompt], request: RowRequest)
     ]
     pools = RowPools()
     if tokenizer.has_chat_template:
-        sources.append((_prompt_source(tokenizer, prompts, prefix, request.thinking), PROMPT_WEIGHT))
+        sources.append((_prompt_source(tokenizer, prompts, prefix, request), PROMPT_WEIGHT))
     else:
         pools.notes.append("the target has no chat template, so the rows hold no prompts")
     for packed in mix(sources, prefix, request):
@@ -42,15 +43,13 @@ def default_rows(target: Target, prompts: Sequence[Prompt], request: RowRequest)
 
 
 def _prompt_source(
-    tokenizer: TargetTokenizer, prompts: Sequence[Prompt], prefix: list[int], thinking: bool | None
+    tokenizer: TargetTokenizer, prompts: Sequence[Prompt], prefix: list[int], request: RowRequest
 ) -> DocumentSource:
     """Rendered prompts as documents; the tokenizer's prefix is taken off, for every row gets one."""
-
-    def encode(index: int) -> list[int]:
-        ids = render(tokenizer, prompts[index].messages, thinking, False)
-        return ids[len(prefix) :] if prefix and ids[: len(prefix)] == prefix else ids
-
-    return DocumentSource("prompts", len(prompts), encode)
+    rendered = [render(tokenizer, prompt.messages, request.thinking, False) for prompt in prompts]
+    without_prefix = [ids[len(prefix) :] if prefix and ids[: len(prefix)] == prefix else ids for ids in rendered]
+    fitting = [ids for ids in without_prefix if len(ids) + len(prefix) <= request.cols]
+    return DocumentSource("prompts", len(fitting), lambda index: fitting[index])
 
 
 def mix(sources: Sequence[tuple[DocumentSource, float]], prefix: list[int], request: RowRequest) -> list[PackedRows]:

@@ -83,10 +83,10 @@ def pack_documents(
     available = sum(len(ids) for _, ids in dealt)
     held_share = min(held_out * body, available * held_out // (held_out + rows))
     held, rest = _split_at(dealt, held_share)
-    if rows and not rest:  # a single document cannot serve both sides
-        held, rest = [], held
     missing = rows * body - sum(len(ids) for _, ids in rest)
     rest += _gather(source, stream, missing)
+    if rows and not rest:  # a single document cannot serve both sides
+        held, rest = [], held
     return PackedRows(_fill(held, held_out, body, prefix, source.name), _fill(rest, rows, body, prefix, source.name))
 
 
