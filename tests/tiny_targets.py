@@ -124,6 +124,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mistral": {"head_dim": 8, "sliding_window": 7},
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8},

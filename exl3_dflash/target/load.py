@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,7 @@ def load_target(
             shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
             state = exl3_weights.decode_state_dict(directory, shapes, chosen_dtype, chosen)
         quantized = exl3_weights.describe(directory) if method == "exl3" else "none"
-    model = _load_weights(path, type(skeleton), config, chosen_dtype, state)
+    model = _load_weights(path, skeleton, chosen_dtype, state)
     eos = eos_ids_of(model.generation_config, config, config.get_text_config(decoder=True))
     tokenizer = TransformersTokenizer.load(path, eos)
     return TransformersTarget(
@@ -123,7 +125,7 @@ def check_loading(path: Path, info: dict[str, Any]) -> None:
     faults = {
         "lacks the weight": sorted(info["missing_keys"]),
         "has an unknown weight": sorted(key for key in info["unexpected_keys"] if not _UNUSED_TENSORS.search(key)),
-        "has a weight of another shape than its config says": sorted(map(str, info["mismatched_keys"])),
+        "has a weight of another shape than its config says": sorted(map(_shapes_text, info["mismatched_keys"])),
         "has a weight that cannot be converted": sorted(map(str, info.get("error_msgs") or [])),
     }
     for fault, names in faults.items():
@@ -134,6 +136,11 @@ def check_loading(path: Path, info: dict[str, Any]) -> None:
                 expected="exactly the tensors of the architecture in config.json",
                 fix="download the checkpoint again, or check config.json",
             )
+
+
+def _shapes_text(mismatch: tuple[str, torch.Size, torch.Size]) -> str:
+    name, stored, wanted = mismatch
+    return f"{name} {list(stored)} instead of {list(wanted)}"
 
 
 def _refuse_drafter(path: Path, raw: dict[str, Any]) -> None:
@@ -173,17 +180,16 @@ def _empty_model(config: Any) -> Any:
         return _call_transformers(_model_class(config).from_config, config)
 
 
-def _load_weights(
-    path: Path, model_class: Any, config: Any, dtype: torch.dtype, state: dict[str, torch.Tensor] | None
-) -> Any:
-    """A model on the CPU with the weights of `state`, or of the files in `path` where it is None."""
+def _load_weights(path: Path, skeleton: Any, dtype: torch.dtype, state: dict[str, torch.Tensor] | None) -> Any:
+    """A model like `skeleton` on the CPU with the weights of `state`, or of the files in `path` where it is None."""
     model, info = _call_transformers(
-        model_class.from_pretrained,
+        type(skeleton).from_pretrained,
         str(path) if state is None else None,
-        config=config,
+        config=skeleton.config,
         state_dict=state,
         dtype=dtype,
         local_files_only=True,
+        ignore_mismatched_sizes=True,  # reported, and refused with the rest below
         output_loading_info=True,
     )
     check_loading(path, info)
@@ -191,19 +197,29 @@ def _load_weights(
 
 
 def _call_transformers(function: Any, *inputs: Any, **options: Any) -> Any:
-    """Call a transformers constructor without its progress bars; its many exception types become one error."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    """Call a transformers constructor; its many exception types become one error."""
     try:
-        return function(*inputs, **options)
+        with _quiet_transformers():
+            return function(*inputs, **options)
     except Exception as error:
         raise Exl3DflashError(
             f"transformers cannot build the target: {first_line(error)}",
             expected="a causal language model that the installed transformers knows",
             fix="upgrade transformers, or choose another target",
         ) from error
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no loading report: what the report says is checked here."""
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
-        if shown:
+        logging.set_verbosity(verbosity)
+        if bars:
             logging.enable_progress_bar()
