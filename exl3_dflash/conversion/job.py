@@ -27,9 +27,11 @@ from exl3_dflash.hub.resolve import ResolvedModel, resolve
 from exl3_dflash.measure.fidelity import FidelityResult, measure_fidelity
 from exl3_dflash.pairing import check_pairing
 from exl3_dflash.progress import Reporter
+from exl3_dflash.runtime.load import choose_torch_dtype
 from exl3_dflash.target.base import Target
-from exl3_dflash.target.load import load_target
+from exl3_dflash.target.load import load_target, sketch_target
 from quantize.checkpoint import CheckpointWriter
+from quantize.encoder import default_threads
 from quantize.hessian import Hessian
 from quantize.linear import QuantizedLinear, QuantSettings, decode_linear, quantize_linear
 
@@ -61,8 +63,7 @@ def quantize_drafter(settings: JobSettings, reporter: Reporter | None = None) ->
     """
     reporter = reporter or Reporter(quiet=True)
     start = time.perf_counter()
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or default_threads())
     with CheckpointWriter(settings.out_dir, force=settings.force) as writer:
         inputs = _load_inputs(settings, reporter)
         drafter = None
@@ -95,10 +96,11 @@ def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
     target = None
     if settings.target is not None:
         resolved = resolve(settings.target, "target")
-        reporter.note(f"loading the target {resolved.name}")
-        target = load_target(resolved.path, device=settings.device, dtype=settings.dtype, name=resolved.name)
-        for note in check_pairing(checkpoint, target.facts):
+        for note in check_pairing(checkpoint, sketch_target(resolved.path, resolved.name)):
             reporter.note(f"note: {note}")
+        reporter.note(f"loading the target {resolved.name}")
+        dtype = choose_torch_dtype(settings.dtype)
+        target = load_target(resolved.path, device=settings.device, dtype=dtype, name=resolved.name)
     reporter.note(describe(plan, settings, plan.estimate_seconds(settings.codebook, settings.threads)))
     return _Inputs(source, checkpoint, target, plan)
 
