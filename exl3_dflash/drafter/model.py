@@ -30,7 +30,7 @@ from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target.base import Target
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-MASK_ELEMENTS = 1 << 21  # of the largest attention mask of a chunk of anchors, before it is repeated for query heads
+MASK_ELEMENTS = 1 << 20  # of the largest attention mask of a chunk of anchors, before it is repeated for query heads
 
 
 class DrafterMLP(nn.Module):
