@@ -1,0 +1,282 @@
+"""Quantize one linear layer to EXL3, and decode one: the entry point of everything in this package below files.
+
+What it computes. `quantize_linear` pads the weight to multiples of 128, regularizes it (`regularize`), finds the global
+scale (`scale_search`), codes it with error feedback in the metric of the measured inputs (`ldlq`), and fits the stored
+scales to what was coded (`refit`). It is pure: the same weight, Hessian and settings give the same bytes, on any number
+of threads, and torch's global generator is neither read nor moved. Torch runs single-threaded inside (`workers`).
+
+Layout: weights are (in, out), the transpose of `nn.Linear.weight`. Stored tensors are as in ExLlamaV3: `trellis` int16
+(in/16, out/16, 16 * bits), `suh` fp16 (in,), `svh` fp16 (out,), all padded, `bias` fp16 (out,), and the codebook's
+marker. Padded rows and columns have scale 0 and decode to exactly 0.
+
+Left out: an output-side Hessian. It would enter as a second metric in `ldlq` and `refit`, and give `auto` output scales
+something to decide by.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantize.codebook import CODEBOOKS, codebook_marker
+from quantize.coder import TileCoder
+from quantize.encoder import default_threads
+from quantize.errors import Exl3DflashError
+from quantize.hadamard import hadamard_128, padded_features
+from quantize.hessian import Hessian
+from quantize.ldlq import Factor, factor_metric, ldlq, quantize_plain, rotated_metric
+from quantize.refit import Metric, ScaleFit
+from quantize.regularize import Regularized, regularize
+from quantize.scale_search import search_scale
+from quantize.trellis import check_bits, decode_trellis
+from quantize.workers import Workers
+
+OUT_SCALES = ("auto", "always", "never")
+FP16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class QuantSettings:
+    """How a linear layer is quantized.
+
+    Attributes:
+        bits: bits per weight, one of `trellis.SUPPORTED_BITS`.
+        codebook: `mul1`, `mcg` or `3inst`.
+        out_scales: output channel scales. `auto` leaves them off only where a known sensitivity of the outputs speaks
+            against them; with input-side data alone it is the same as `always`.
+        scaled_hessian: feed errors back in the metric that includes the layer's own input scales.
+        refit: fit the scales to the coded weight afterwards.
+        sigma_reg: damping of the Hessian, as a share of its mean diagonal.
+        seed: of the random signs.
+        threads: encoder threads, 0 for one per core; never changes the result.
+    """
+
+    bits: float = 6
+    codebook: str = "mul1"
+    out_scales: str = "auto"
+    scaled_hessian: bool = True
+    refit: bool = True
+    sigma_reg: float = 0.025
+    seed: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits, self.codebook)
+        if self.out_scales not in OUT_SCALES:
+            raise Exl3DflashError(f"out_scales {self.out_scales!r}", "one of " + ", ".join(OUT_SCALES))
+        if not 0.0 < self.sigma_reg < math.inf:
+            raise Exl3DflashError(f"sigma_reg {self.sigma_reg}", "a finite number above 0")
+        if self.threads < 0:
+            raise Exl3DflashError(f"threads {self.threads}", "a number of threads, or 0 for one per core")
+        if not 0 <= self.seed < 1 << 63:
+            raise Exl3DflashError(f"seed {self.seed}", "a whole number from 0 to 2^63 - 1")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedLinear:
+    """One quantized linear layer: the tensors as stored, and what is known about them.
+
+    Attributes:
+        trellis: int16 (padded in / 16, padded out / 16, 16 * bits).
+        suh, svh: fp16 (padded in,), (padded out,), input and output scales with signs.
+        bias: fp16 (out,) or None.
+        codebook, bits: how the trellis is read.
+        in_features, out_features: before padding.
+        proxy_error: tr(E^T H E) / tr(W^T H W) of the stored tensors, H undamped; `weight_error` without a usable Hessian.
+        weight_error: |E|^2 / |W|^2 of the stored tensors.
+        fallback: why the layer was quantized without error feedback; None when it was not.
+        seconds: wall time.
+        damping: the share of the Hessian's mean diagonal that was added; more than `sigma_reg` when the factorization
+            needed it, None without feedback or when unknown.
+    """
+
+    trellis: Tensor
+    suh: Tensor
+    svh: Tensor
+    bias: Tensor | None
+    codebook: str
+    bits: float
+    in_features: int
+    out_features: int
+    proxy_error: float
+    weight_error: float
+    fallback: str | None
+    seconds: float
+    damping: float | None = None
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The tensors to store for a linear layer called `name`, by their full names.
+
+        The bias is zero-padded as the outputs are, because ExLlamaV3 adds it before it drops the padding.
+        """
+        stored = {"trellis": self.trellis, "suh": self.suh, "svh": self.svh}
+        marker = codebook_marker(self.codebook)
+        if marker is not None:
+            stored[self.codebook] = marker
+        if self.bias is not None:
+            stored["bias"] = torch.nn.functional.pad(self.bias, (0, self.svh.numel() - self.bias.numel()))
+        return {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+
+
+def quantize_linear(
+    weight: Tensor,
+    hessian: Hessian | None,
+    settings: QuantSettings,
+    *,
+    bias: Tensor | None = None,
+    name: str = "weight",
+) -> QuantizedLinear:
+    """Quantize a linear layer.
+
+    Args:
+        weight: (in, out), any floating dtype, any strides; left untouched. The work is done on its device.
+        hessian: of the layer's inputs, or None to quantize without calibration.
+        settings: see `QuantSettings`.
+        bias: (out,), stored in fp16.
+        name: what error messages call the weight.
+
+    Raises:
+        Exl3DflashError: wrong shapes, or values that are not finite or beyond what EXL3 can store.
+    """
+    started = time.perf_counter()
+    stored_bias = _check_arguments(weight, hessian, bias, name)
+    in_features, out_features = weight.shape
+    threads = settings.threads or default_threads()
+    coder = TileCoder(settings.bits, settings.codebook, threads)
+    with torch.no_grad(), Workers(threads) as workers:
+        padded = _padded(weight)
+        metric, unusable = _metric(hessian, settings, padded.device)
+        regular = regularize(padded, settings.out_scales != "never", settings.seed)
+        regular = regular.rescaled(search_scale(regular.weight, coder))
+        factor = _factor(metric, regular.input_scales, settings)
+        if factor is None:
+            quantized, trellis = quantize_plain(regular.weight, coder)
+        else:
+            quantized, trellis = ldlq(regular.weight, factor.lower, coder, workers)
+        damping = None if factor is None else factor.damping
+        del factor
+        coded = hadamard_128(hadamard_128(quantized, 0), 1)
+        real = (slice(in_features), slice(out_features))
+        fit = ScaleFit(padded[real], coded[real], metric, workers)
+        suh, svh = _storable_scales(regular, name)
+        if settings.refit:
+            suh[real[0]], svh[real[1]] = fit.refit(suh[real[0]], svh[real[1]])
+        suh, svh = suh.half(), svh.half()
+        error = fit.error(suh[real[0]].float(), svh[real[1]].float())
+    fallback = None if damping is not None else unusable or "Cholesky factorization failed"
+    result = (trellis, suh, svh, stored_bias, settings.codebook, settings.bits, in_features, out_features)
+    return QuantizedLinear(*result, error.output, error.weight, fallback, time.perf_counter() - started, damping)
+
+
+def _check_arguments(weight: Tensor, hessian: Hessian | None, bias: Tensor | None, name: str) -> Tensor | None:
+    """Refuse what cannot be quantized; returns the bias in fp16."""
+    if weight.ndim != 2 or not weight.is_floating_point() or 0 in weight.shape:
+        raise Exl3DflashError(f"{name} has shape {tuple(weight.shape)} and dtype {weight.dtype}", "a float (in, out)")
+    bad = int((~torch.isfinite(weight)).sum())
+    if bad:
+        raise Exl3DflashError(
+            f"{name} holds {bad} values that are NaN or infinite",
+            expected="finite weights",
+            fix="take the weight from an intact checkpoint",
+        )
+    if hessian is not None and hessian.features != weight.shape[0]:
+        raise Exl3DflashError(f"the Hessian of {name} has {hessian.features} features", f"{weight.shape[0]}")
+    if bias is None:
+        return None
+    stored = bias.detach().to(torch.float16, copy=True)
+    if stored.shape != weight.shape[1:] or not bool(torch.isfinite(stored).all()):
+        raise Exl3DflashError(
+            f"the bias of {name} has shape {tuple(bias.shape)} or values beyond fp16",
+            f"({weight.shape[1]},), finite and at most 65504",
+        )
+    return stored
+
+
+def _padded(weight: Tensor) -> Tensor:
+    """A float32 copy, zero-padded to multiples of 128 on both sides."""
+    rows, columns = weight.shape
+    padded = weight.new_zeros(padded_features(rows), padded_features(columns), dtype=torch.float32)
+    padded[:rows, :columns] = weight
+    return padded
+
+
+def _metric(hessian: Hessian | None, settings: QuantSettings, device: torch.device) -> tuple[Metric, str | None]:
+    """The metric of the layer's inputs, or the identity and the reason why."""
+    if hessian is None:
+        return Metric(None), "none"
+    unusable = hessian.usable()
+    if unusable is not None:
+        return Metric(None), unusable
+    matrix = hessian.matrix.to(device, torch.float32)
+    return Metric(matrix, settings.sigma_reg * float(matrix.diagonal().mean())), None
+
+
+def _factor(metric: Metric, input_scales: Tensor, settings: QuantSettings) -> Factor | None:
+    """The factor that LDLQ feeds errors back with; None without a measured or factorizable Hessian."""
+    if metric.matrix is None:
+        return None
+    scales = input_scales if settings.scaled_hessian else input_scales.sign()
+    return factor_metric(rotated_metric(metric.matrix, scales, settings.sigma_reg), settings.sigma_reg)
+
+
+def _storable_scales(regular: Regularized, name: str) -> tuple[Tensor, Tensor]:
+    """Copies of the scales within fp16's range: a power of two moves between the two sides if the weights need it."""
+    inputs, outputs = regular.input_scales.clone(), regular.output_scales.clone()
+    size = float(inputs.square().sum() / (inputs != 0).sum().clamp_min(1)) ** 0.5
+    if size > 0.0 and not 2.0**-10 < size < 2.0**10:
+        shift = round(-0.5 * math.log2(size))
+        inputs, outputs = inputs * 2.0**shift, outputs * 2.0**-shift
+    if max(float(inputs.abs().max()), float(outputs.abs().max())) > FP16_MAX:
+        raise Exl3DflashError(f"{name} is too large for EXL3's fp16 scales", "weights of a usual size (below 1e6)")
+    return inputs, outputs
+
+
+def decode_linear(quantized: QuantizedLinear) -> Tensor:
+    """The weight that the stored tensors stand for, float32 (in_features, out_features)."""
+    stored = {"trellis": quantized.trellis, "suh": quantized.suh, "svh": quantized.svh}
+    return _decode(stored, quantized.codebook)[: quantized.in_features, : quantized.out_features]
+
+
+def decode_tensors(tensors: Mapping[str, Tensor], in_features: int, out_features: int) -> Tensor:
+    """Decode the stored tensors of one linear layer.
+
+    Args:
+        tensors: `trellis`, `suh`, `svh` and the codebook's marker `mul1` or `mcg`, neither for 3inst.
+        in_features, out_features: the size before padding.
+
+    Returns:
+        float32 (in_features, out_features).
+
+    Raises:
+        Exl3DflashError: a tensor is missing, or shapes and dtypes do not belong together.
+    """
+    missing = [key for key in ("trellis", "suh", "svh") if key not in tensors]
+    if missing:
+        raise Exl3DflashError(f"EXL3 linear layer without {', '.join(missing)}", "trellis, suh and svh")
+    codebooks = [name for name in CODEBOOKS if name in tensors] or ["3inst"]
+    if len(codebooks) > 1:
+        raise Exl3DflashError("EXL3 linear layer with the markers of two codebooks", "one of mul1 and mcg, or neither")
+    padded = (padded_features(in_features), padded_features(out_features))
+    trellis = tensors["trellis"]
+    shapes = (tuple(trellis.shape[:2]), tuple(tensors["suh"].shape), tuple(tensors["svh"].shape))
+    expected = ((padded[0] // 16, padded[1] // 16), padded[:1], padded[1:])
+    if trellis.ndim != 3 or shapes != expected:
+        raise Exl3DflashError(
+            f"EXL3 linear layer of {in_features} x {out_features} with trellis, suh and svh of shapes "
+            f"{tuple(trellis.shape)}, {shapes[1]}, {shapes[2]}",
+            f"{expected[0]} and the words of a tile, {expected[1]}, {expected[2]}",
+        )
+    return _decode(tensors, codebooks[0])[:in_features, :out_features]
+
+
+def _decode(tensors: Mapping[str, Tensor], codebook: str) -> Tensor:
+    """suh * (H trellis H) * svh, float32 (padded in, padded out)."""
+    trellis = tensors["trellis"]
+    coded = decode_trellis(trellis, trellis.shape[2] / 16, codebook)
+    weight = hadamard_128(hadamard_128(coded, 0), 1)
+    return weight.mul_(tensors["suh"].float()[:, None]).mul_(tensors["svh"].float())
