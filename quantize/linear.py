@@ -84,10 +84,11 @@ class QuantizedLinear:
     Attributes:
         trellis: int16 (padded in / 16, padded out / 16, 16 * bits).
         suh, svh: fp16 (padded in,), (padded out,), input and output scales with signs.
-        bias: fp16 (out,) or None.
+        bias: fp16 (out_features,) or None.
         codebook, bits: how the trellis is read.
         in_features, out_features: before padding.
-        proxy_error: tr(E^T H E) / tr(W^T H W) of the stored tensors, H undamped; `weight_error` without a usable Hessian.
+        proxy_error: tr(E^T H E) / tr(W^T H W) of the stored tensors, H undamped; without a usable Hessian the
+            weight error.
         weight_error: |E|^2 / |W|^2 of the stored tensors.
         fallback: why the layer was quantized without error feedback; None when it was not.
         seconds: wall time.

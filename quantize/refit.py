@@ -1,7 +1,7 @@
 """Fit the stored scales to the quantized weight, trellis fixed: free accuracy after coding.
 
-What it computes. With C the coded weight rotated back, `Q = diag(su) C diag(sv)`, and the error `tr((W-Q)^T H (W-Q))` is
-quadratic in sv for fixed su and the other way round:
+What it computes. With C the coded weight rotated back, `Q = diag(su) C diag(sv)`, and the error
+`tr((W-Q)^T H (W-Q))` is quadratic in sv for fixed su and the other way round:
 
 - each output scale on its own: `sv_n = (y_n^T H w_n) / (y_n^T H y_n)` with y_n column n of `diag(su) C`;
 - all input scales together: `((Z Z^T) o H) su = rowsum(Z o H W)` with `Z = C diag(sv)`; o is the elementwise product.

@@ -2,11 +2,11 @@
 
 What it computes, for W (in, out), in this order:
 
-1. output scales `sv = sign * (column RMS / mean column RMS)` where they are wanted, else `sign`; W /= sv; rotate columns;
+1. output scales `sv = sign * (column RMS / mean column RMS)` if they are wanted, else `sign`; W /= sv; rotate columns;
 2. input scales `su = sign * row RMS / -1.24371088`; W /= su; rotate rows.
 
-so that `W = diag(su) H R H diag(sv)` with R the result, of RMS 1.24. One global factor then moves R to the codebook's best
-working point (`quantize.scale_search`). Scales on the output side give every output the same relative error.
+so that `W = diag(su) H R H diag(sv)` with R the result, of RMS 1.24. One global factor then moves R to the codebook's
+best working point (`quantize.scale_search`). Scales on the output side give every output the same relative error.
 
 Dead rows and columns: an all-zero column gets scale 0 and decodes to exactly 0. An all-zero row (padding is the common
 case) gets scale 0 too; what the trellis holds there is then free, and LDLQ uses that freedom. The random signs come
@@ -61,7 +61,7 @@ def regularize(weight: Tensor, output_scaling: bool, seed: int) -> Regularized:
         output_scaling: give every output channel a scale of its own.
         seed: of the random signs.
     """
-    input_signs, output_signs = random_signs(*weight.shape, seed, weight.device)
+    input_signs, output_signs = random_signs(weight.shape[0], weight.shape[1], seed, weight.device)
     column_rms = torch.linalg.vector_norm(weight, dim=0) / weight.shape[0] ** 0.5  # (out,)
     live_columns = column_rms > NEGLIGIBLE
     output_scales = output_signs * live_columns

@@ -1,15 +1,15 @@
 """The global scale that puts a regularized weight at the codebook's best working point.
 
-What and why: a codebook has a fixed range. Scaled too small, a weight wastes resolution; too large, its tails are cut off.
-The best scale depends on the bits and on the tails, and is found by coding a sample of the tiles at several scales.
+What and why: a codebook has a fixed range. Scaled too small, a weight wastes resolution; too large, its tails are cut
+off. The best scale depends on the bits and on the tails; it is found by coding a sample of the tiles at several scales.
 
-The sample holds every tile row and column at least once (three wrapped diagonals, since outliers are whole channels) and
-the tiles of extreme RMS. It is inflated by the drift that error feedback adds at low rates, as measured by ExLlamaV3.
+The sample holds every tile row and column at least once (three wrapped diagonals, since outliers are whole channels)
+and the tiles of extreme RMS. It is inflated by the drift that error feedback adds at low rates (ExLlamaV3's figures).
 
-The search: the relative error falls like 1/scale^2 and rises steeply once tails are cut, with one flat minimum between. A
-walk over a coarse grid (step 0.2, a third of the sample) starts beside the optimum usual for the codebook; a walk over a
-fine grid (step 0.075, the whole sample) refines it, and a parabola through the best three points ends it. ExLlamaV3
-evaluates the same grids in full; walking downhill lands on the same point for half of the encodings.
+The search: the relative error falls like 1/scale^2 and rises steeply once tails are cut, with one flat minimum between.
+A walk over a coarse grid (step 0.2, a third of the sample) starts beside the optimum usual for the codebook; a walk
+over a fine grid (step 0.075, the whole sample) refines it, and a parabola through the best three points ends it.
+ExLlamaV3 evaluates the same grids in full; walking downhill lands on the same point for half of the encodings.
 """
 
 from __future__ import annotations
