@@ -1,19 +1,20 @@
 """The output directory's tensors and metadata, laid out as ExLlamaV3's converter writes them.
 
-`config.json` is the source's with `quantization_config`, the tap shift that the drafter was measured with (pinned,
-since ExLlamaV3 would otherwise use its own default), and our own facts under `exl3_dflash`. Files of the source that
-are neither weights nor metadata (its card, license, code) are carried along unchanged.
+`config.json` is the source's, written so that ExLlamaV3 reads the facts that the drafter was measured with (the tap
+shift above all, see `drafter.export`), with `quantization_config` and our own facts under `exl3_dflash`. Files of the
+source that are neither weights nor metadata (its card, license, code) are carried along unchanged.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from exl3_dflash.conversion.report import QuantizeReport
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
+from exl3_dflash.drafter.config import DrafterConfig
+from exl3_dflash.drafter.export import exllamav3_config
 from quantize.audit import audit_directory
 from quantize.checkpoint import CheckpointWriter, QuantizationConfig
 from quantize.linear import QuantizedLinear
@@ -23,19 +24,18 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".ckpt", ".pth", ".pt", ".gguf"}
 CARRIED_FILE_LIMIT = 16 << 20  # bytes; anything larger beside the weights is no metadata
 
 
-def drafter_config(source: dict[str, Any], report: QuantizeReport) -> dict[str, Any]:
-    """The source's config with the tap shift pinned and our facts added."""
-    config = copy.deepcopy(source)
-    dflash = config.get("dflash_config")
-    (dflash if isinstance(dflash, dict) else config)["tap_shift"] = report.tap_shift
-    config["exl3_dflash"] = {
+def drafter_config(config: DrafterConfig, report: QuantizeReport) -> dict[str, Any]:
+    """The source's config under the names that ExLlamaV3 reads, with our facts added."""
+    written = exllamav3_config(config, report.tap_shift)
+    written["exl3_dflash"] = {
         "version": report.versions.get("exl3-dflash"),
         "source": report.source,
+        "source_revision": report.source_revision,
         "source_sha256": report.source_sha256,
         "target": report.target,
         "calibration": report.calibration.mode,
     }
-    return config
+    return written
 
 
 def carried_files(directory: Path) -> list[Path]:
@@ -84,7 +84,7 @@ def write_output(
         calibration_rows=report.calibration.rows if ran else 0,
         calibration_cols=report.calibration.cols if ran else 0,
     )
-    writer.set_config(drafter_config(checkpoint.config.raw, report), quantization.to_dict())
+    writer.set_config(drafter_config(checkpoint.config, report), quantization.to_dict())
 
 
 def audit_output(path: Path, checkpoint: DrafterCheckpoint, quantized: Mapping[str, QuantizedLinear]) -> None:

@@ -66,7 +66,7 @@ def test_json_and_files_follow_the_contract(capsys, pair, tmp_path: Path) -> Non
     expected = {"quant_method": "exl3", "bits": 4, "head_bits": 8, "codebook": "mul1", "out_scales": "auto"}
     assert config["quantization_config"].items() >= expected.items()
     assert config["quantization_config"]["calibration"] == {"rows": 4, "cols": 64}
-    assert config["dflash_config"]["tap_shift"] == report["tap_shift"]
+    assert config["tap_shift"] == report["tap_shift"]
     storage = json.loads((out / "quantization_config.json").read_text())["tensor_storage"]
     assert storage["layers.0.mlp.up_proj"]["bits_per_weight"] == 4
     assert report["size_bytes"] == sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
@@ -93,7 +93,7 @@ def test_same_seed_gives_the_same_bytes(capsys, pair, tmp_path: Path) -> None:
 
 def test_calibration_none_is_said_everywhere(capsys, pair, tmp_path: Path) -> None:
     """FIELD_REPORTS 19: no file claims a calibration that was not run."""
-    target, drafter = pair
+    drafter = pair[1]
     out = tmp_path / "out"
     code, stdout, stderr = run(
         capsys, "quantize", drafter, "--out", out, "--calibration", "none", "--json", "-q", "--threads", 1
@@ -111,7 +111,7 @@ def test_calibration_none_is_said_everywhere(capsys, pair, tmp_path: Path) -> No
 
 def test_head_bits_are_inert_without_a_head_and_count_with_one(capsys, pair, tmp_path: Path) -> None:
     """FIELD_REPORTS 20."""
-    target, drafter = pair
+    drafter = pair[1]
     options = ("--calibration", "none", "--bits", 2, "--head-bits", 5, "--threads", 1)
     code, _, stderr = run(capsys, "quantize", drafter, "--out", tmp_path / "plain", *options)
     assert code == 0
