@@ -54,8 +54,8 @@ def hadamard_128(x: Tensor, dim: int) -> Tensor:
     return (matrix @ blocks).reshape(x.shape)
 
 
-def rotate_symmetric_(matrix: Tensor) -> Tensor:
-    """Rotate both sides of a (features, features) matrix in place, one strip of 128 rows at a time."""
+def rotate_both_sides_(matrix: Tensor) -> Tensor:
+    """Rotate both sides of a matrix (rows, columns) in place, one strip of 128 rows at a time."""
     for start in range(0, matrix.shape[0], HADAMARD_SIZE):
         strip = matrix[start : start + HADAMARD_SIZE]  # (128, features)
         strip.copy_(hadamard_128(hadamard_128(strip, 1), 0))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantize.coder import TileCoder, empty_trellis
-from quantize.hadamard import rotate_symmetric_
+from quantize.hadamard import rotate_both_sides_
 from quantize.workers import Workers
 
 BLOCK = 16
@@ -69,7 +69,7 @@ def rotated_metric(hessian: Tensor, input_scales: Tensor, damping: float) -> Ten
     free = input_scales == 0
     if bool(free.any()):
         metric.diagonal().add_(free * (FREE_ROW_COST * metric.diagonal()[~free].mean()))
-    return rotate_symmetric_(metric)
+    return rotate_both_sides_(metric)
 
 
 def factor_metric(metric: Tensor, damping: float) -> Factor | None:

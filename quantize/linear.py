@@ -27,9 +27,9 @@ from quantize.codebook import CODEBOOKS, codebook_marker
 from quantize.coder import TileCoder
 from quantize.encoder import default_threads
 from quantize.errors import Exl3DflashError
-from quantize.hadamard import hadamard_128, padded_features
+from quantize.hadamard import padded_features, rotate_both_sides_
 from quantize.hessian import Hessian
-from quantize.ldlq import Factor, factor_metric, ldlq, quantize_plain, rotated_metric
+from quantize.ldlq import factor_metric, ldlq, quantize_plain, rotated_metric
 from quantize.refit import Metric, ScaleFit
 from quantize.regularize import Regularized, regularize
 from quantize.scale_search import search_scale
@@ -154,24 +154,20 @@ def quantize_linear(
         metric, unusable = _metric(hessian, settings, padded.device)
         regular = regularize(padded, settings.out_scales != "never", settings.seed)
         regular = regular.rescaled(search_scale(regular.weight, coder))
-        factor = _factor(metric, regular.input_scales, settings)
-        if factor is None:
-            quantized, trellis = quantize_plain(regular.weight, coder)
-        else:
-            quantized, trellis = ldlq(regular.weight, factor.lower, coder, workers)
-        damping = None if factor is None else factor.damping
-        del factor
-        coded = hadamard_128(hadamard_128(quantized, 0), 1)
-        real = (slice(in_features), slice(out_features))
-        fit = ScaleFit(padded[real], coded[real], metric, workers)
         suh, svh = _storable_scales(regular, name)
+        coded, trellis, damping = _code(regular, metric, settings, coder, workers)
+        del regular
+        if damping is None:
+            metric = Metric(None)
+        rows, columns = slice(in_features), slice(out_features)
+        fit = ScaleFit(padded[rows, columns], coded[rows, columns], metric, workers)
         if settings.refit:
-            suh[real[0]], svh[real[1]] = fit.refit(suh[real[0]], svh[real[1]])
+            suh[rows], svh[columns] = fit.refit(suh[rows], svh[columns])
         suh, svh = suh.half(), svh.half()
-        error = fit.error(suh[real[0]].float(), svh[real[1]].float())
+        error = fit.error(suh[rows].float(), svh[columns].float())
     fallback = None if damping is not None else unusable or "Cholesky factorization failed"
-    result = (trellis, suh, svh, stored_bias, settings.codebook, settings.bits, in_features, out_features)
-    return QuantizedLinear(*result, error.output, error.weight, fallback, time.perf_counter() - started, damping)
+    stored = (trellis, suh, svh, stored_bias, settings.codebook, settings.bits, in_features, out_features)
+    return QuantizedLinear(*stored, error.output, error.weight, fallback, time.perf_counter() - started, damping)
 
 
 def _check_arguments(weight: Tensor, hessian: Hessian | None, bias: Tensor | None, name: str) -> Tensor | None:
@@ -217,12 +213,23 @@ def _metric(hessian: Hessian | None, settings: QuantSettings, device: torch.devi
     return Metric(matrix, settings.sigma_reg * float(matrix.diagonal().mean())), None
 
 
-def _factor(metric: Metric, input_scales: Tensor, settings: QuantSettings) -> Factor | None:
-    """The factor that LDLQ feeds errors back with; None without a measured or factorizable Hessian."""
-    if metric.matrix is None:
-        return None
-    scales = input_scales if settings.scaled_hessian else input_scales.sign()
-    return factor_metric(rotated_metric(metric.matrix, scales, settings.sigma_reg), settings.sigma_reg)
+def _code(
+    regular: Regularized, metric: Metric, settings: QuantSettings, coder: TileCoder, workers: Workers
+) -> tuple[Tensor, Tensor, float | None]:
+    """Code a regularized weight, which is overwritten, with feedback if the metric allows it.
+
+    Returns:
+        The coded weight rotated back, without scales (in, out); the trellis; the damping, None without feedback.
+    """
+    factor = None
+    if metric.matrix is not None:
+        scales = regular.input_scales if settings.scaled_hessian else regular.input_scales.sign()
+        factor = factor_metric(rotated_metric(metric.matrix, scales, settings.sigma_reg), settings.sigma_reg)
+    if factor is None:
+        coded, trellis = quantize_plain(regular.weight, coder)
+        return rotate_both_sides_(coded), trellis, None
+    coded, trellis = ldlq(regular.weight, factor.lower, coder, workers)
+    return rotate_both_sides_(coded), trellis, factor.damping
 
 
 def _storable_scales(regular: Regularized, name: str) -> tuple[Tensor, Tensor]:
@@ -279,5 +286,5 @@ def _decode(tensors: Mapping[str, Tensor], codebook: str) -> Tensor:
     """suh * (H trellis H) * svh, float32 (padded in, padded out)."""
     trellis = tensors["trellis"]
     coded = decode_trellis(trellis, trellis.shape[2] / 16, codebook)
-    weight = hadamard_128(hadamard_128(coded, 0), 1)
+    weight = rotate_both_sides_(coded)
     return weight.mul_(tensors["suh"].float()[:, None]).mul_(tensors["svh"].float())
