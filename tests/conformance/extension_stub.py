@@ -109,15 +109,16 @@ def rms_norm_res_in(x: Any, w: Any, y: Any, residual: torch.Tensor, *rest: Any) 
 
 
 def rope(q: Any, out_q: Any, k: Any, out_k: Any, inv_freq: torch.Tensor, position: int, *rest: Any) -> None:
-    """Rotary embedding of half-split heads (NEOX) after the per-head norms; a contiguous range of positions."""
-    _, _, _, attn_factor, q_norm, k_norm, eps = rest[:7]
+    """Rotary embedding of half-split heads (NEOX) after the per-head norms; consecutive positions for one sequence."""
+    positions, _, _, attn_factor, q_norm, k_norm, eps = rest[:7]
+    first_position = position if positions is None else int(positions)
     for source, target, norm in ((q, out_q, q_norm), (k, out_k, k_norm)):
         if source is None:
             continue
         x = source.float()
         if norm is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.float()
-        angle = (position + torch.arange(x.shape[1])).float()[:, None] * inv_freq.float()[None, :]
+        angle = (first_position + torch.arange(x.shape[1])).float()[:, None] * inv_freq.float()[None, :]
         cos, sin = angle.cos()[None, :, None, :] * attn_factor, angle.sin()[None, :, None, :] * attn_factor
         first, second = x.chunk(2, dim=-1)
         target.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))

@@ -29,6 +29,8 @@ DRAFTERS = {
     "576": Sizes(hidden=576, heads=9, kv_heads=3, intermediate=640, taps=3),
 }
 
+CONVERTED = DRAFTERS["biases, odd heads and MLP"]
+
 
 def quantized_names(sizes: Sizes) -> list[str]:
     """fc is never padded by ExLlamaV3, so it is quantized only where it needs no padding."""
@@ -116,33 +118,40 @@ def convert(exllama: types.ModuleType, source: Path, work: Path, out: Path, quan
     compile_model(args, model, config, None)
 
 
-def test_its_converted_directory_is_read_and_audited(
-    exllama: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = DRAFTERS["biases, odd heads and MLP"]
-    tensors = sizes.tensors()
-    source = save_source(tmp_path / "source", sizes, tensors)
+@pytest.fixture(scope="module")
+def converted(exllama: types.ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ExLlamaV3's converter makes of a random drafter with biases and widths that need padding."""
+    folder = tmp_path_factory.mktemp("converted")
+    source = save_source(folder / "source", CONVERTED, CONVERTED.tensors())
     quant_args = {"K": 6, "devices": [CPU], "apply_out_scales": None, "mul1": True}
-    convert(exllama, source, tmp_path / "work", tmp_path / "out", quant_args)
-    with TensorDirectory.open(tmp_path / "out") as directory:
+    convert(exllama, source, folder / "work", folder / "out", quant_args)
+    return folder / "out"
+
+
+def test_its_converted_directory_is_read_and_audited(converted: Path) -> None:
+    tensors, shapes = CONVERTED.tensors(), CONVERTED.linears()
+    with TensorDirectory.open(converted) as directory:
         found = linear_names(directory)
-        assert found.keys() == sizes.linears().keys()
-        for name, shape in sizes.linears().items():
+        assert found.keys() == shapes.keys()
+        for name, shape in shapes.items():
             assert found[name] == (6, "mul1", *map(padded_features, shape))
             read = read_linear(directory, name, *shape)
             weight = tensors[f"{name}.weight"].float().T
             assert (decode_linear(read) - weight).square().sum() < 1e-3 * weight.square().sum()
             if f"{name}.bias" in tensors:
+                assert read.bias is not None
                 assert torch.equal(read.bias, tensors[f"{name}.bias"].half())
-    report = audit_directory(tmp_path / "out", tensors, lambda name: tensors[f"{name}.weight"].T)
-    assert {linear.name for linear in report.linears} == sizes.linears().keys()
+    report = audit_directory(converted, tensors, lambda name: tensors[f"{name}.weight"].T)
+    assert {linear.name for linear in report.linears} == shapes.keys()
 
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    ours = write_quantized(tmp_path / "ours", sizes, tensors, random_layers(tensors, sizes.linears()))
-    own_config = json.loads((ours / "config.json").read_text())
-    assert own_config["quantization_config"].keys() == config["quantization_config"].keys()
-    theirs, mine = TensorDirectory.open(tmp_path / "out"), TensorDirectory.open(ours)
+
+def test_ours_has_the_form_of_its_converted_directory(converted: Path, tmp_path: Path) -> None:
+    tensors = CONVERTED.tensors()
+    ours = write_quantized(tmp_path / "ours", CONVERTED, tensors, random_layers(tensors, CONVERTED.linears()))
+    configs = [json.loads((path / "config.json").read_text()) for path in (ours, converted)]
+    assert configs[0]["quantization_config"].keys() == configs[1]["quantization_config"].keys()
+    mine, theirs = TensorDirectory.open(ours), TensorDirectory.open(converted)
     assert mine.names() == theirs.names()
     for name in theirs:
-        kind = theirs.shape(name)[: 2 if name.endswith("trellis") else None], theirs.dtype(name)
-        assert (mine.shape(name)[: len(kind[0])], mine.dtype(name)) == kind, name
+        axes = 2 if name.endswith(".trellis") else None  # the third axis is the bits
+        assert (mine.shape(name)[:axes], mine.dtype(name)) == (theirs.shape(name)[:axes], theirs.dtype(name)), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quantize.linear import QuantizedLinear, decode_linear
 from quantize.trellis import SUPPORTED_BITS, pack_states, unpack_states
 
 from . import format_decode
+from .exllama_cpu import exllama_on_cpu, why_not
 from .tiny_drafter import Sizes, random_layers, write_quantized
 
 pytestmark = pytest.mark.conformance
@@ -104,3 +106,15 @@ def test_packed_signs(exllama: types.ModuleType, tmp_path: Path) -> None:
     ours = decode_linear(read_linear(TensorDirectory.open(out), "x", 256, 128))
     theirs = LinearEXL3(None, 256, 128, su=signs[0], sv=signs[1], trellis=layer.trellis)
     assert relative_difference(ours, theirs.get_weight_tensor()) < 1e-3
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_other_tests_see_the_installed_packages() -> None:
+    """Outside its block the stand-in leaves no module behind and `torch.cuda` as it was."""
+    real = torch.cuda.synchronize
+    before = {name for name in sys.modules if name.startswith("exllamav3")}
+    with exllama_on_cpu() as package:
+        assert package is sys.modules["exllamav3"]
+        assert torch.cuda.synchronize is not real
+    assert {name for name in sys.modules if name.startswith("exllamav3")} == before
+    assert torch.cuda.synchronize is real

@@ -212,6 +212,23 @@ def fail_once(source: Path, to: Path, real: Callable[[Path, Path], Path]) -> Pat
     return real(source, to)
 
 
+def test_a_complete_directory_can_be_refused_before_it_gets_its_name(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def check(folder: Path) -> None:
+        seen.append(sorted(file.name for file in folder.iterdir()))
+        raise Exl3DflashError("the audit failed")
+
+    with CheckpointWriter(tmp_path / "out") as writer:
+        writer.add("x", torch.ones(3))
+        writer.set_config({}, QUANTIZATION)
+        assert writer.tensor_bytes == 12
+        with pytest.raises(Exl3DflashError, match="the audit failed"):
+            writer.finish(check)
+    assert seen == [["config.json", "model.safetensors", "quantization_config.json"]]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_leaving_without_finish_removes_the_parents_it_made(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "a" / "b" / "out") as writer:
         writer.add("x", torch.ones(1))
