@@ -63,7 +63,7 @@ def codebook_value(states: np.ndarray, codebook: str) -> np.ndarray:
     """The weight that each 16-bit state stands for, float32."""
     if codebook == "mul1":
         product = states.astype(np.uint64) * 0x83DCD12D % 2**32
-        total = sum((product >> shift) & 0xFF for shift in (0, 8, 16, 24)).astype(np.float64)
+        total = np.sum([(product >> shift) & 0xFF for shift in (0, 8, 16, 24)], axis=0).astype(np.float64)
         scale, offset = np.array([0x1EEE, 0xC931], dtype=np.uint16).view(np.float16).astype(np.float64)
         return ((1024.0 + total) * scale + offset).astype(np.float16).astype(np.float32)
     if codebook == "mcg":

@@ -71,8 +71,8 @@ def our_tensors(
 
 
 def decoded(tensors: Mapping[str, torch.Tensor], bits: float, codebook: str) -> torch.Tensor:
-    stored = (tensors[name].numpy() for name in ("trellis", "suh", "svh"))
-    return torch.from_numpy(format_decode.decode(*stored, bits, codebook))
+    trellis, suh, svh = (tensors[name].numpy() for name in ("trellis", "suh", "svh"))
+    return torch.from_numpy(format_decode.decode(trellis, suh, svh, bits, codebook))
 
 
 def output_error(weight: torch.Tensor, stored: torch.Tensor, inputs: torch.Tensor | None) -> float:

@@ -112,10 +112,10 @@ def random_layers(tensors: dict[str, torch.Tensor], shapes: dict[str, tuple[int,
     for name, (rows, columns) in shapes.items():
         size = padded_features(rows) // 16, padded_features(columns) // 16, 128
         trellis = torch.randint(-(2**15), 2**15, size, generator=random).to(torch.int16)
-        scales = [(torch.randn(side * 16, generator=random) * side**-0.5).half() for side in size[:2]]
-        scales[0][rows:], scales[1][columns:] = 0.0, 0.0
+        suh, svh = ((torch.randn(side * 16, generator=random) * side**-0.5).half() for side in size[:2])
+        suh[rows:], svh[columns:] = 0.0, 0.0
         bias = tensors[f"{name}.bias"].half() if f"{name}.bias" in tensors else None
-        layers[name] = QuantizedLinear(trellis, *scales, bias, "mul1", 8, rows, columns, 0.0, 0.0, None, 0.0)
+        layers[name] = QuantizedLinear(trellis, suh, svh, bias, "mul1", 8, rows, columns, 0.0, 0.0, None, 0.0)
     return layers
 
 
