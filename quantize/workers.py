@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, local
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ BLOCK_COLUMNS = 512
 _lock = Lock()
 _inside = 0
 _threads_outside = 1
+_this_thread = local()
 
 
 def _one_torch_thread() -> None:
@@ -31,16 +32,25 @@ def _one_torch_thread() -> None:
 
 @contextmanager
 def single_threaded_torch() -> Iterator[None]:
-    """Let torch use one thread per operation; the caller's number returns when the last thread leaves."""
+    """Let torch use one thread per operation in the calling thread; what was set outside returns afterwards.
+
+    The setting is per thread, but new threads inherit it: what counts as outside is what the first of several
+    concurrent callers found.
+    """
     global _inside, _threads_outside
+    if getattr(_this_thread, "pinned", False):
+        yield
+        return
     with _lock:
         if _inside == 0:
             _threads_outside = torch.get_num_threads()
         _inside += 1
         _one_torch_thread()
+    _this_thread.pinned = True
     try:
         yield
     finally:
+        _this_thread.pinned = False
         with _lock:
             _inside -= 1
             torch.set_num_threads(_threads_outside)
