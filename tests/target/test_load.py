@@ -79,9 +79,7 @@ def test_parts_that_text_does_not_need_are_left_alone(llama: Path) -> None:
 def test_a_weight_of_another_shape_is_named(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit_config(llama, intermediate_size=72)
     capsys.readouterr()
-    with pytest.raises(
-        Exl3DflashError, match=r"down_proj\.weight \[32, 64\] instead of \[32, 72\] and 5 more"
-    ):
+    with pytest.raises(Exl3DflashError, match=r"down_proj\.weight \[32, 64\] instead of \[32, 72\] and 5 more"):
         load_target(llama, device="cpu")
     assert capsys.readouterr().err == ""
 

@@ -67,11 +67,13 @@ def test_forwards_of_any_size_equal_one_token_decoding(tiny_target: MakeTarget, 
 def test_rollback_equals_a_fresh_session(tiny_target: MakeTarget, family: str) -> None:
     """Rejected drafts (a few tokens back), nothing accepted, far back past several windows, and to the start."""
     target = tiny_target(family)
+    assert target.new_cache().rewindable, "would start over at every rollback"
     replay(
         target,
         target.new_session(),
         [
-            *(slice(0, 17), slice(17, 25), 20, slice(20, 28), 21, slice(21, 29), 29, slice(29, 37), 36, 30),
+            *(slice(0, 17), slice(17, 25), 20, slice(20, 28), 18, slice(18, 26), 17, slice(17, 25), 24),
+            *(slice(24, 28), 21, slice(21, 29), 29, slice(29, 37), 36, 30),
             *(slice(30, 31), slice(31, 39), 31, slice(31, 39), 9, slice(9, 26), 2, slice(2, 3), 0, slice(0, 48)),
             *(47, slice(47, 48)),
         ],
@@ -89,6 +91,12 @@ def test_rolled_back_tokens_leave_no_trace(tiny_target: MakeTarget, family: str)
         session.rollback(length)
         assert_same(session.forward(TOKENS[length:20], TAPS), reference, slice(length, 20))
         session.rollback(12)
+    for part in (OTHER[:3], OTHER[3:]):  # two forwards, so that a state is kept between them
+        session.forward(part)
+    session.rollback(12)
+    session.forward(TOKENS[12:20])
+    session.rollback(17)
+    assert_same(session.forward(TOKENS[17:24], TAPS), reference, slice(17, 24))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "mamba"])
