@@ -1,8 +1,8 @@
 """The chat in a terminal: line editing and history by prompt_toolkit, colours by rich.
 
-Enter sends; Alt-Enter, or a backslash at the end of a line, begins a new line; pasted text keeps its lines. Ctrl-C at
-the prompt clears the line, Ctrl-C during an answer stops the answer after the running step, and a second one stops it
-at once. Control characters of the answer are not passed to the terminal.
+Enter sends; Alt-Enter, or a backslash at the end of a line, begins a new line; pasted text keeps its lines; Tab
+completes commands. Ctrl-C at the prompt clears the line, Ctrl-C during an answer stops the answer after the running
+step, and a second one stops it at once. Control characters of the answer are not passed to the terminal.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
+from prompt_toolkit.shortcuts import CompleteStyle
 from rich.console import Console
 
 from exl3_dflash.chat.commands import COMMANDS
@@ -88,7 +89,9 @@ class TerminalUI:
             prompt_continuation=CONTINUATION,
             key_bindings=key_bindings(),
             completer=CommandCompleter(),
-            complete_while_typing=True,
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            reserve_space_for_menu=0,
             input=source,
             output=display,
         )

@@ -68,11 +68,12 @@ def chat(
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     StopSettings(max_new_tokens)
     question = _question(prompt, json_output)
-    pair = load_pair(target, drafter, device=device, dtype=dtype.value, threads=threads)
+    draft_tokens = 0 if no_draft else draft_tokens
+    pair = load_pair(target, drafter, device=device, dtype=dtype.value, threads=threads, draft_tokens=draft_tokens)
     if not quiet:
         for note in pair.notes:
             typer.echo(f"note: {note}", err=True)
-    engine = pair.engine(0 if no_draft else draft_tokens)
+    engine = pair.engine(draft_tokens)
     stops = StopSettings(max_new_tokens, frozenset(engine.tokenizer.eos_token_ids))
     session = ChatSession(engine, Conversation(system), sampling, stops)
     if think is not None:

@@ -1,7 +1,7 @@
 """Two names to a target and its drafter, checked against each other and ready to run.
 
-Cheap checks come first: both names are resolved and the drafter's files are opened before the target's weights are
-read, and the pair is compared before the drafter's are.
+Cheap checks come first: both names are resolved, the drafter's files are opened and the pair is compared before any
+weight is read.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import torch
 
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
-from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.resolve import ResolvedModel, resolve
 from exl3_dflash.pairing import check_pairing
-from exl3_dflash.runtime.reference import ReferenceEngine
+from exl3_dflash.runtime.reference import ReferenceEngine, check_draft_tokens
 from exl3_dflash.target.base import Target
-from exl3_dflash.target.load import load_target
+from exl3_dflash.target.load import load_target, sketch_target
+from exl3_dflash.target.placement import parse_dtype
 from quantize.encoder import default_threads
-
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,7 @@ class LoadedPair:
 
 def choose_torch_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """The torch type of a `--dtype` name; None (also for "auto") leaves the choice to the target's loader."""
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    if name not in DTYPES:
-        raise Exl3DflashError(f"dtype {name!r}", expected=", ".join(DTYPES), fix="choose one of these")
-    return DTYPES[name]
+    return parse_dtype(None if name == "auto" else name)
 
 
 def load_pair(
@@ -71,6 +65,7 @@ def load_pair(
     device: str = "auto",
     dtype: str | torch.dtype | None = None,
     threads: int = 0,
+    draft_tokens: int | None = None,
 ) -> LoadedPair:
     """Load a target and its drafter.
 
@@ -80,6 +75,7 @@ def load_pair(
         device: "auto", "cpu", "cuda" or "cuda:N"; both run there.
         dtype: "auto" or None, "float32", "bfloat16" or a torch type; both compute in it.
         threads: CPU threads of torch; 0 means the physical cores.
+        draft_tokens: what `LoadedPair.engine` will be asked for, to be refused early where it is out of range.
 
     Raises:
         Exl3DflashError: a name, a file or the pairing is wrong.
@@ -89,15 +85,19 @@ def load_pair(
     target_source = resolve(target, "target")
     drafter_source = resolve(drafter, "drafter") if drafter is not None else None
     checkpoint = DrafterCheckpoint.open(drafter_source.path) if drafter_source else None
+    notes: tuple[str, ...] = ()
+    if checkpoint is not None:
+        notes = check_pairing(checkpoint, sketch_target(target_source.path, target_source.name))
+    if draft_tokens is not None:
+        check_draft_tokens(draft_tokens, checkpoint.config.block_size - 1 if checkpoint else 0)
     model = load_target(target_source.path, device=device, dtype=wanted, name=target_source.name)
     if checkpoint is None:
         return LoadedPair(model, None, target_source, None, None, ())
-    notes = check_pairing(checkpoint, model.facts)
     return LoadedPair(
         target=model,
         drafter=DrafterModel.from_checkpoint(checkpoint, dtype=model.dtype, device=model.device),
         target_source=target_source,
         drafter_source=drafter_source,
         drafter_sha256=checkpoint.sha256,
-        notes=tuple(notes),
+        notes=notes,
     )

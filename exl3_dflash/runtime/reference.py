@@ -48,6 +48,13 @@ def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
+def check_draft_tokens(count: int, most: int) -> None:
+    """Raise `Exl3DflashError` unless 0 <= count <= most, which is block_size - 1, or 0 without a drafter."""
+    if not 0 <= count <= most:
+        expected = f"0 to {most}, the drafter's block size less one" if most else "0: no drafter is loaded"
+        raise Exl3DflashError(f"draft tokens: {count}", expected, "pass another number of draft tokens")
+
+
 class ReferenceEngine:
     """`Engine` over a target session and, optionally, a drafter.
 
@@ -99,14 +106,7 @@ class ReferenceEngine:
 
     @draft_tokens.setter
     def draft_tokens(self, count: int) -> None:
-        if not 0 <= count <= self.max_draft_tokens:
-            raise Exl3DflashError(
-                f"draft tokens: {count}",
-                expected=f"0 to {self.max_draft_tokens}, the drafter's block size less one"
-                if self._drafter
-                else "0: no drafter is loaded",
-                fix="pass another number of draft tokens",
-            )
+        check_draft_tokens(count, self.max_draft_tokens)
         self._draft_tokens: int = count
 
     def reset(self) -> None:
