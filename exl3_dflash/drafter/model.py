@@ -185,11 +185,11 @@ class DrafterModel(nn.Module):
         cache = self.new_cache()
         cache.reserve(taps.shape[0] + rows)
         self.extend_context(cache, taps)
-        anchors = anchors.to(self.device)
+        anchors, block_embeddings = anchors.to(self.device), block_embeddings.to(self.device)
         if chunk is None:
             chunk = max(1, MASK_ELEMENTS // (rows * (taps.shape[0] + rows)))
             chunk = min(chunk, max(1, taps.shape[0] // rows))
-        hidden = block_embeddings.new_empty(block_embeddings.shape, dtype=self._wide, device=self.device)
+        hidden = block_embeddings.new_empty(block_embeddings.shape, dtype=self._wide)
         # From the last anchor to the first: a chunk's transient K/V overwrites context that no later chunk can see.
         for chosen in anchors.argsort(descending=True).split(chunk):
             positions = anchors[chosen]
