@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional
 
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.errors import Exl3DflashError
+from quantize.hadamard import padded_features
 from quantize.hessian import HessianAccumulator
-from quantize.linear import QuantSettings, decode_linear, quantize_linear
+from quantize.linear import QuantizedLinear, QuantSettings, decode_linear, quantize_linear
 from tests.tiny_models import make_tiny_drafter, tiny_config, tiny_tensors, write_drafter
 
 DOWN = "layers.1.mlp.down_proj"
@@ -175,16 +177,29 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
         DrafterModel.from_checkpoint(checkpoint)
 
 
-def quantized_copy(source: Path, target: Path, names: set[str], extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Write `source` with the linears `names` as EXL3; returns what was quantized by name."""
+def random_linear(rows: int, columns: int, bias: torch.Tensor | None) -> QuantizedLinear:
+    """A quantized layer of the right form with random content, which is all that reading it needs."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    tiles = padded_features(rows) // 16, padded_features(columns) // 16
+    trellis = torch.randint(-(2**15), 2**15, (*tiles, 64), generator=generator).to(torch.int16)
+    scales = [torch.randn(16 * count, generator=generator) for count in tiles]
+    suh, svh = (scales[0] * rows**-0.5).half(), scales[1].half()
+    bias = None if bias is None else functional.pad(bias.half(), (0, 16 * tiles[1] - columns))
+    return QuantizedLinear(trellis, suh, svh, bias, "mul1", 4, rows, columns, 0.0, 0.0, None, 0.0)
+
+
+def quantized_copy(
+    source: Path, target: Path, names: set[str], extra: dict[str, Any] | None = None
+) -> dict[str, QuantizedLinear]:
+    """Write `source` with the linears `names` as EXL3; returns them by name."""
     checkpoint = DrafterCheckpoint.open(source)
     tensors = load_file(source / "model.safetensors")
     quantized = {}
     for spec in checkpoint.linears:
         if spec.name in names:
-            weight = tensors.pop(f"{spec.name}.weight").float().T
+            del tensors[f"{spec.name}.weight"]
             bias = tensors.pop(f"{spec.name}.bias") if spec.bias else None
-            quantized[spec.name] = quantize_linear(weight, None, QuantSettings(bits=4), bias=bias)
+            quantized[spec.name] = random_linear(spec.in_features, spec.out_features, bias)
             tensors |= quantized[spec.name].tensors(spec.name)
     config = {**checkpoint.config.raw, "quantization_config": {"quant_method": "exl3"}, **(extra or {})}
     write_drafter(target, config, tensors)
