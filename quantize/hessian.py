@@ -12,6 +12,7 @@ Left out: the regularization and factorization, which belong to LDLQ (`quantize.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,8 @@ class Hessian:
         """None when LDLQ can use this Hessian, else the reason why it cannot, in a few words for the report."""
         if self.rows == 0 or self.count <= 0:
             return "no rows" if self.dropped_rows == 0 else f"no rows ({self.dropped_rows} non-finite rows dropped)"
-        if not bool(torch.isfinite(self.matrix).all()):
+        smallest, largest = torch.aminmax(self.matrix)  # both NaN if anything is; no copy, unlike isfinite
+        if not (math.isfinite(smallest) and math.isfinite(largest)):
             return "non-finite"
         if float(self.matrix.diagonal().mean(dtype=torch.float64)) < MIN_MEAN_DIAGONAL:
             return f"mean diagonal < {MIN_MEAN_DIAGONAL:g}"
