@@ -53,6 +53,7 @@ def main() -> None:
         seed=options.seed,
         held_out=options.eval_rows,
         progress=reporter,
+        target_directory=resolved.path,
     )
     variants = [Variant(float(bits), mode) for bits in options.bits.split(",") for mode in ("none", "target")]
     result = run_grid(checkpoint, target, rows, variants, settings, reporter)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from exl3_dflash.calibration.capture import Calibration, calibrate
-from exl3_dflash.calibration.rows import RowSet, load_rows
+from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
 from exl3_dflash.conversion.output import audit_output, write_output
 from exl3_dflash.conversion.plan import QuantizationPlan, TensorPlan, describe, make_plan
 from exl3_dflash.conversion.report import CalibrationReport, QuantizeReport, TensorReport, package_versions
@@ -45,6 +46,7 @@ class _Inputs:
     source: ResolvedModel
     checkpoint: DrafterCheckpoint
     target: Target | None
+    target_path: Path | None
     plan: QuantizationPlan
 
 
@@ -71,7 +73,7 @@ def quantize_drafter(settings: JobSettings, reporter: Reporter | None = None) ->
             drafter = DrafterModel.from_checkpoint(
                 inputs.checkpoint, dtype=inputs.target.dtype, device=inputs.target.device
             )
-        rows = _load_rows(settings, inputs.target, reporter)
+        rows = _load_rows(settings, inputs, reporter)
         calibration = _calibrate(settings, inputs, drafter, rows, reporter)
         quantized = _quantize_tensors(settings, inputs, calibration, reporter)
         fidelity = _measure_pair(inputs, drafter, quantized, rows, reporter)
@@ -93,30 +95,33 @@ def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
             fix="quantize the drafter it was made from",
         )
     plan = make_plan(checkpoint, settings)
-    target = None
+    target = target_path = None
     if settings.target is not None:
+        check_source(settings.cal_data)
         resolved = resolve(settings.target, "target")
         for note in check_pairing(checkpoint, sketch_target(resolved.path, resolved.name)):
             reporter.note(f"note: {note}")
         reporter.note(f"loading the target {resolved.name}")
         dtype = choose_torch_dtype(settings.dtype)
         target = load_target(resolved.path, device=settings.device, dtype=dtype, name=resolved.name)
+        target_path = resolved.path
     reporter.note(describe(plan, settings, plan.estimate_seconds(settings.codebook, settings.threads)))
-    return _Inputs(source, checkpoint, target, plan)
+    return _Inputs(source, checkpoint, target, target_path, plan)
 
 
-def _load_rows(settings: JobSettings, target: Target | None, reporter: Reporter) -> RowSet | None:
+def _load_rows(settings: JobSettings, inputs: _Inputs, reporter: Reporter) -> RowSet | None:
     """Calibration and held-out rows; None without a target."""
-    if target is None:
+    if inputs.target is None:
         return None
     rows = load_rows(
         settings.cal_data,
-        target,
+        inputs.target,
         rows=settings.cal_rows if settings.calibration == "target" else 0,
         cols=settings.cal_cols,
         seed=settings.seed,
         held_out=settings.eval_rows,
         progress=reporter,
+        target_directory=inputs.target_path,
     )
     for note in rows.notes:
         reporter.note(f"note: {note}")
