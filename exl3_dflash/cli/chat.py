@@ -69,6 +69,8 @@ def chat(
     StopSettings(max_new_tokens)
     question = _question(prompt, json_output)
     draft_tokens = 0 if no_draft else draft_tokens
+    if not quiet:
+        typer.echo(f"loading {target}{f' and {drafter}' if drafter else ''}", err=True)
     pair = load_pair(target, drafter, device=device, dtype=dtype.value, threads=threads, draft_tokens=draft_tokens)
     if not quiet:
         for note in pair.notes:

@@ -30,7 +30,7 @@ from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime.engine import Phase, SamplingSettings, Step, StopSettings
 from exl3_dflash.runtime.request import Request
-from exl3_dflash.runtime.sampling import Sampler
+from exl3_dflash.runtime.sampling import Sampler, check_finite
 from exl3_dflash.runtime.stats import GenerationStats, longest_repeated_run
 from exl3_dflash.runtime.streaming import TextStream
 from exl3_dflash.target.base import TapRows, Target, TargetTokenizer
@@ -227,7 +227,9 @@ class ReferenceEngine:
         rows = count + 1 if self._causal_block else self._drafter.config.block_size
         block = self._drafter.block_embeddings(self._target, self._ids([anchor]), rows)[0]  # (rows, H)
         hidden = self._drafter.draft(self._cache, block, self._cache.length)  # (rows, H)
-        draft: list[int] = self._drafter.logits(self._target, hidden[1 : count + 1]).argmax(-1).tolist()
+        peaks, best = self._drafter.logits(self._target, hidden[1 : count + 1]).max(-1)
+        check_finite(peaks, "drafter")
+        draft: list[int] = best.tolist()
         return draft
 
     def _forward(self, request: Request, ids: Sequence[int], logit_rows: int) -> TapRows:

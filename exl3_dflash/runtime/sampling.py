@@ -21,13 +21,17 @@ from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime.engine import SamplingSettings
 
 
-def _check_finite(peak: torch.Tensor) -> None:
-    """Refuse logits rows whose largest value is not a finite number (NaN wins every torch.max)."""
-    if not bool(torch.isfinite(peak).all()):
+def check_finite(peaks: torch.Tensor, model: str) -> None:
+    """Refuse logits of `model` ("target" or "drafter") whose rows' largest values, peaks (...), are not all finite.
+
+    NaN wins every torch.max, so the peaks stand for all values but -inf. A drafter's NaN would cost no correctness,
+    only all acceptance, in silence.
+    """
+    if not bool(torch.isfinite(peaks).all()):
         raise Exl3DflashError(
-            "the target produced non-finite logits",
+            f"the {model} produced non-finite logits",
             expected="finite numbers",
-            fix="load the target with --dtype float32 or bfloat16, or check its files",
+            fix=f"run with --dtype float32 or bfloat16, or check the {model}'s files",
         )
 
 
@@ -74,7 +78,7 @@ class Sampler:
         """
         logits = self._with_penalty(logits)
         peak, best = logits.max(-1)
-        _check_finite(peak)
+        check_finite(peak, "target")
         token = int(best) if self._settings.greedy else self._draw(filtered_probabilities(logits, self._settings))
         self._remember(token)
         return token
@@ -98,7 +102,7 @@ class Sampler:
         peaks, best = logits.max(-1)
         choices = best.tolist()
         accepted = next((k for k, token in enumerate(draft) if token != choices[k]), len(draft))
-        _check_finite(peaks[: accepted + 1])
+        check_finite(peaks[: accepted + 1], "target")
         return choices[: accepted + 1]
 
     def _with_penalty(self, logits: torch.Tensor) -> torch.Tensor:

@@ -267,6 +267,9 @@ def test_wrong_prompts_and_settings() -> None:
         engine.draft_tokens = 5
     with pytest.raises(Exl3DflashError, match="no drafter is loaded"):
         ReferenceEngine(target, None, draft_tokens=1)
+    engine._drafter.logits = lambda _target, hidden: hidden * torch.nan
+    with pytest.raises(Exl3DflashError, match="the drafter produced non-finite logits"):
+        generate(engine, [1, 2])
     target.table[:] = torch.nan
-    with pytest.raises(Exl3DflashError, match="non-finite logits"):
+    with pytest.raises(Exl3DflashError, match="the target produced non-finite logits"):
         generate(engine, [1, 2])

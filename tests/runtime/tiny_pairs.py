@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target
 from tests.tiny_models import make_tiny_drafter
-from tests.tiny_targets import make_tiny_llama, make_tiny_qwen3_next
+from tests.tiny_targets import MASK_ID, make_tiny_llama, make_tiny_qwen3_next
 
 NEAR_TIE = 1e-3
-MAKERS = {"llama": make_tiny_llama, "hybrid": make_tiny_qwen3_next}
+LAYERS = 2  # fewer than the makers' own: the tests here run tens of thousands of forwards
+TAPS = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 0]}
+MAKERS = {
+    "llama": partial(make_tiny_llama, num_hidden_layers=LAYERS),
+    "hybrid": partial(
+        make_tiny_qwen3_next, num_hidden_layers=LAYERS, layer_types=["linear_attention", "full_attention"]
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class GuidedDrafter:
         scores = self.model.logits(target, hidden).clone()
         for row, token in enumerate(self.guide[self._start + 1 : self._start + 1 + len(scores)]):
             if self._random.random() >= self.noise:
-                scores[row, token] = torch.inf
+                scores[row, token] = scores[row].max() + 1
         return scores
 
 
@@ -84,6 +92,7 @@ def make_pair(directory: Path, family: str, **drafter: Any) -> TinyPair:
     from transformers import AutoModelForCausalLM
 
     path = MAKERS[family](directory / family)
+    drafter = {"dflash_config": TAPS, "num_target_layers": LAYERS, **drafter}
     checkpoint = DrafterCheckpoint.open(make_tiny_drafter(directory / f"{family}-drafter", **drafter))
     return TinyPair(
         target=load_target(path, device="cpu", dtype=torch.float32),
