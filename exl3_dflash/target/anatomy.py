@@ -22,7 +22,7 @@ from torch import nn
 
 from exl3_dflash.errors import Exl3DflashError
 
-CACHE_ARGUMENTS = ("cache", "past_key_values")  # transformers 5.2x renamed the argument and the output field
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # the older names are those of transformers before 5.2x
 LAYER_LIST_NAMES = ("layers", "h", "blocks", "block")
 
 

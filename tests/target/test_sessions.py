@@ -19,7 +19,7 @@ from tests.target.families import MakeTarget
 TOKENS = torch.randint(0, 256, (48,), generator=torch.Generator().manual_seed(5))
 OTHER = torch.tensor([33, 34, 35, 36, 37, 38, 39])
 TAPS = (3, 0)
-TOLERANCE = 5e-5  # FP32 rounding of the chunked and the one-token form of a recurrent layer
+TOLERANCE = 2e-4  # FP32 rounding of the chunked and the one-token form of a recurrent layer; faults are above 1e-2
 
 # Every way a state is kept: full attention, sliding windows of 7 tokens, gated delta, convolutions, Mamba, both at
 # once.
