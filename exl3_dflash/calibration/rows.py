@@ -8,8 +8,9 @@ Prompts are the project's own, or those of `exl3_dflash_prompts.jsonl` in the ta
 
 Calibration and held-out rows are disjoint by what they are made of: a document (`default`, text), a prompt with all its
 answers (`chat`, `messages`, token rows with prompt lengths) or a token row is on one side only, and repeated documents,
-prompts and rows are left out. (Two different prompts of the kind long_context may quote a document in common.) Held-out rows are dealt first, so they stay the same when more calibration rows are
-asked for (as long as there is enough for both). Everything is seeded: the same request gives the same rows.
+prompts and rows are left out. (Two different prompts of the kind long_context may quote a document in common.)
+Held-out rows are dealt first, so they stay the same when more calibration rows are asked for (as long as there is
+enough for both). Everything is seeded: the same request gives the same rows.
 
 Where there is less than asked, fewer rows come back and `RowSet.notes` says so.
 """
