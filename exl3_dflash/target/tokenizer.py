@@ -64,7 +64,7 @@ class TransformersTokenizer:
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Ids of `text`; special tokens written in the text are recognised."""
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special)]
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special, verbose=False)]
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Text of `ids`, without clean-up of spaces."""
@@ -97,6 +97,7 @@ class TransformersTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
+                tokenizer_kwargs={"verbose": False},  # texts beyond the model's length are cut by the caller
                 **options,
             )
         except Exception as error:  # templates raise jinja2 errors of their own, for example for a system message
