@@ -1,6 +1,7 @@
 """Token rows for calibration and measurement, from three kinds of sources.
 
-    default    the corpora of the installed exllamav3, mixed with prompts under the target's chat template
+    default    the corpora of the installed exllamav3, mixed with prompts under the target's chat template; the held-out
+               rows are the target's own answers to other prompts
     chat       the target's own answers to prompts: what a drafter really meets (on-policy rows)
     PATH       .txt, .jsonl (`text` or `messages`) or .safetensors (token rows) of the user's
 
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from calibration_data.files import check_file
 from calibration_data.prompts import Prompt, load_prompts, target_prompts
-from exl3_dflash.calibration.candidates import rows_of_candidates
+from exl3_dflash.calibration.candidates import Candidate, rows_of_candidates
 from exl3_dflash.calibration.conversations import interleaved, prompt_candidates, require_template
 from exl3_dflash.calibration.default_rows import default_rows
 from exl3_dflash.calibration.file_rows import file_rows
@@ -102,7 +103,7 @@ def load_rows(
 
 def _make_pools(source: str, target: Target, request: RowRequest, directory: Path | None) -> RowPools:
     if source == DEFAULT:
-        return default_rows(target, _prompts(directory), request)
+        return _default_pools(target, interleaved(_prompts(directory), request.seed), request)
     if source == CHAT:
         require_template(target.tokenizer, source)
         notes: list[str] = []
@@ -114,6 +115,28 @@ def _make_pools(source: str, target: Target, request: RowRequest, directory: Pat
     path = Path(source).expanduser()
     check_file(path)
     return file_rows(target, path, request)
+
+
+def _default_pools(target: Target, prompts: list[Prompt], request: RowRequest) -> RowPools:
+    """The mix for calibration; measured on the target's answers to prompts that are kept out of the mix.
+
+    Only rows that the target wrote say how a drafter fares in generation. Without a chat template the target cannot be
+    asked, and text of the mix is measured on instead.
+    """
+    if not target.tokenizer.has_chat_template:
+        pools = default_rows(target, prompts, request)
+        if request.held_out:
+            pools.notes.append("the held-out rows are text that the target did not write")
+        return pools
+    kept_out: list[Prompt] = []
+    asked: list[Candidate] = []
+    for prompt in prompts[: len(prompts) // 2]:
+        if len(asked) < request.held_out:
+            asked += prompt_candidates(target.tokenizer, [prompt], request, [])
+            kept_out.append(prompt)
+    answered = rows_of_candidates(target, asked, replace(request, rows=0)) if asked else RowPools()
+    pools = default_rows(target, [p for p in prompts if p not in kept_out], replace(request, held_out=0))
+    return RowPools(pools.rows, answered.held_out, [*answered.notes, *pools.notes])
 
 
 def _prompts(directory: Path | None) -> list[Prompt]:

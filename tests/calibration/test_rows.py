@@ -14,7 +14,7 @@ from exl3_dflash.calibration.packing import DocumentSource, pack_documents, spec
 from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
 from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.errors import Exl3DflashError
-from tests.calibration.fake_targets import BEGIN, USER, ByteTarget
+from tests.calibration.fake_targets import ASSISTANT, BEGIN, USER, ByteTarget
 
 
 def ids_of(rows: tuple[TokenRow, ...] | list[TokenRow]) -> list[list[int]]:
@@ -29,12 +29,28 @@ def mixed() -> RowSet:
 def test_default_rows_are_full_and_mixed_by_weight(mixed: RowSet) -> None:
     assert mixed.source == "default"
     assert (len(mixed.rows), len(mixed.held_out)) == (60, 12)
-    assert all(len(row.ids) == 200 and row.ids.dtype == torch.int64 for row in (*mixed.rows, *mixed.held_out))
+    assert all(len(row.ids) == 200 and row.ids.dtype == torch.int64 for row in mixed.rows)
     assert all(row.prompt_length == 0 and row.ids[0] == BEGIN for row in mixed.rows)
     kinds = Counter(row.kind for row in mixed.rows)
     assert kinds == {"c4": 10, "code": 13, "multilingual": 5, "technical": 8, "wiki": 10, "tiny": 2, "prompts": 12}
     assert len({row.kind for row in mixed.rows[:20]}) > 4  # any first few rows are mixed too
     assert mixed.tokens == 60 * 200
+
+
+def test_default_is_measured_on_answers_to_prompts_outside_the_mix(mixed: RowSet) -> None:
+    tokenizer = ByteTarget().tokenizer
+    text = tokenizer.decode([token for row in mixed.rows for token in row.ids.tolist()])
+    for row in mixed.held_out:
+        prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
+        assert prompt[-1] == ASSISTANT
+        assert answer, "the target wrote something"
+        assert tokenizer.decode(prompt[-60:-2]) not in text
+
+
+def test_without_a_template_default_is_measured_on_text_and_says_so() -> None:
+    rows = load_rows("default", ByteTarget(has_chat_template=False), rows=8, cols=64, held_out=4)
+    assert [row.prompt_length for row in rows.held_out] == [0] * 4
+    assert any("did not write" in note for note in rows.notes)
 
 
 def test_default_prompts_go_through_the_chat_template(mixed: RowSet) -> None:
