@@ -57,7 +57,7 @@ def generate_answers(
         target: who answers.
         requests: the prompts; each has at least one token.
         batch_tokens: most tokens, prompts and answers together, whose keys and values are cached at once.
-        reporter: shows the progress in answers.
+        reporter: shows the progress in tokens, of the most that there can be.
         label: of the progress bar.
 
     Returns:
@@ -67,7 +67,7 @@ def generate_answers(
         Exl3DflashError: the target gives logits that are not finite.
     """
     answers: list[list[int]] = [[] for _ in requests]
-    with reporter.bar(label, len(requests), "answer") as advance:
+    with reporter.bar(label, sum(request.max_new_tokens for request in requests), "token") as advance:
         if isinstance(target, TransformersTarget):
             decoder = _BatchedDecoder(target)
             for batch in _batches(requests, batch_tokens, decoder.padding_is_neutral()):
@@ -76,7 +76,7 @@ def generate_answers(
         else:
             for index, request in enumerate(requests):
                 answers[index] = _answer_alone(target, request)
-                advance(1)
+                advance(request.max_new_tokens)
     return answers
 
 
@@ -133,7 +133,7 @@ class _BatchedDecoder:
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[AnswerRequest], advance: Callable[[float], None]) -> list[list[int]]:
-        """Answers to `requests`; `advance` is called for every one that ends."""
+        """Answers to `requests`; `advance` is given the tokens, with those that an early end leaves unwritten."""
         stops = frozenset(self._target.facts.eos_token_ids)
         samplers = [Sampler(request.sampling, request.prompt) for request in requests]
         answers: list[list[int]] = [[] for _ in requests]
@@ -146,7 +146,10 @@ class _BatchedDecoder:
                 answers[index].append(samplers[index].sample(logits[row]))
             ended = [answers[i][-1] in stops or len(answers[i]) >= requests[i].max_new_tokens for i in live]
             kept = [row for row in range(len(live)) if not ended[row]]
-            advance(len(live) - len(kept))
+            unwritten = sum(
+                requests[i].max_new_tokens - len(answers[i]) for i, over in zip(live, ended, strict=True) if over
+            )
+            advance(len(live) + unwritten)
             if not kept:
                 return answers
             if len(kept) < len(live):
