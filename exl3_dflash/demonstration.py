@@ -65,14 +65,15 @@ def _output_directory(out: Path | None) -> Iterator[Path]:
         yield Path(directory) / "drafter"
 
 
-def run_demo(reporter: Reporter, *, out: Path | None = None, prompts: int = 32, threads: int = 0) -> DemoResult:
+def run_demo(reporter: Reporter, *, out: Path | None = None, prompts: int = 32, threads: int = 1) -> DemoResult:
     """Run the demo.
 
     Args:
         reporter: where to tell what happens.
         out: keep the quantized drafter here; by default it goes to a temporary directory.
         prompts: held-out prompts to generate from.
-        threads: CPU threads; 0 means the physical cores.
+        threads: CPU threads; 0 means the physical cores. One is the default: matrices this small gain nothing from
+            more, and lose much where another program keeps a core busy.
     """
     with _output_directory(out) as directory:
         settings = JobSettings(

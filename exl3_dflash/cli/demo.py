@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     out: Annotated[Path | None, typer.Option("--out", help="Keep the quantized drafter in this directory.")] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts to generate from.")] = 32,
-    threads: ThreadsOption = 0,
+    threads: ThreadsOption = 1,
     json_output: JsonOption = False,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
