@@ -15,7 +15,7 @@ What only a forward can show (a fine-tuned target of the same shape, a wrong tap
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from exl3_dflash.errors import Exl3DflashError
@@ -58,10 +58,14 @@ class TargetSide(Protocol):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about a pair: a problem, or a note where `fits`."""
+    """One thing about a pair: a problem, or a note where `fits`.
+
+    area is `dimensions`, `layers`, `vocabulary` or `mask token`.
+    """
 
     text: str
     fits: bool = False
+    area: str = ""
 
 
 def check_pairing(drafter: DrafterSide, target: TargetSide) -> tuple[str, ...]:
@@ -83,12 +87,13 @@ def check_pairing(drafter: DrafterSide, target: TargetSide) -> tuple[str, ...]:
 
 def find_pairing(drafter: DrafterSide, target: TargetSide) -> tuple[Finding, ...]:
     """Every finding about a pair, problems and notes, without raising."""
-    return (
-        *_check_width(drafter, target),
-        *_check_depth(drafter.config, target),
-        *_check_vocabulary(drafter.config, target),
-        *_check_mask_token(drafter, target),
-    )
+    areas = {
+        "dimensions": _check_width(drafter, target),
+        "layers": _check_depth(drafter.config, target),
+        "vocabulary": _check_vocabulary(drafter.config, target),
+        "mask token": _check_mask_token(drafter, target),
+    }
+    return tuple(replace(finding, area=area) for area, findings in areas.items() for finding in findings)
 
 
 def _check_width(drafter: DrafterSide, target: TargetSide) -> Iterator[Finding]:

@@ -8,15 +8,14 @@ equals the target's greedy token after the true prefix `ids[:a+k]`. Definitions:
 - retention: accept length over the reference drafter's on the same anchors.
 - top-1 agreement and KL(reference || drafter): draft against the reference drafter's draft, mean over all positions.
 
-All drafters see the same anchors and the same target pass; intervals are 95 % bootstraps over rows
-(`exl3_dflash.measure.statistics`). Memory is bounded by one row: logits exist for a chunk of anchors at a time.
+All drafters see the same anchors and the same target pass, each with its own taps; intervals are 95 % bootstraps over
+rows (`exl3_dflash.measure.statistics`). Memory is bounded by one row: logits exist for a chunk of anchors at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,8 +26,25 @@ from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.errors import Exl3DflashError
-from exl3_dflash.measure.statistics import Interval, ratio_interval, resample_weights
+from exl3_dflash.measure.tallies import (
+    DrafterFidelity,
+    FidelityResult,
+    RowTally,
+    TallyTable,
+    add_tallies,
+    summarize,
+)
 from exl3_dflash.target.base import Target
+
+__all__ = [
+    "DrafterFidelity",
+    "FidelityResult",
+    "LabelledRow",
+    "label_row",
+    "measure_fidelity",
+    "tally_row",
+    "tally_rows",
+]
 
 LOGIT_CHUNK_ELEMENTS = 1 << 26  # 256 MiB of FP32 logits at a time
 
@@ -39,60 +55,27 @@ class LabelledRow:
 
     Attributes:
         ids: int64 `(S,)`.
-        taps: `(S, K * Ht)` as the drafter's `fc` takes them.
+        taps: `(S, K * Ht)`, the outputs of `layers` side by side.
         greedy: int64 `(S,)`, the target's greedy token after `ids[: i + 1]`.
         anchors: int64 `(N,)`.
+        layers: target layers in `taps`, in their order there.
     """
 
     ids: torch.Tensor
     taps: torch.Tensor
     greedy: torch.Tensor
     anchors: torch.Tensor
+    layers: tuple[int, ...]
+
+    def with_layers(self, layers: tuple[int, ...]) -> LabelledRow:
+        """The same row with the taps of `layers`, all of which must be there."""
+        if layers == self.layers:
+            return self
+        width = self.taps.shape[1] // len(self.layers)
+        parts = [self.taps[:, index * width : (index + 1) * width] for index in map(self.layers.index, layers)]
+        return replace(self, taps=torch.cat(parts, dim=1), layers=layers)
 
 
-@dataclass(frozen=True)
-class RowTally:
-    """Sums of one drafter over one row's anchors; arrays are per draft position `(B - 1,)`."""
-
-    anchors: int
-    emitted: float
-    reached: NDArray[np.float64]
-    accepted: NDArray[np.float64]
-    agreed: NDArray[np.float64]
-    divergence: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class DrafterFidelity:
-    """Figures of one drafter (definitions in the module's docstring)."""
-
-    name: str
-    accept_length: float
-    ci95: Interval
-    retention: float
-    retention_ci95: Interval
-    position_acceptance: list[float]
-    top1_agreement: float
-    top1_agreement_ci95: Interval
-    kl: float
-
-
-@dataclass(frozen=True)
-class FidelityResult:
-    """A paired comparison; the first drafter is the reference."""
-
-    drafters: list[DrafterFidelity]
-    anchors: int
-    rows: int
-    dropped_rows: int
-    block_size: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
-        return asdict(self)
-
-
-@torch.inference_mode()
 def measure_fidelity(
     target: Target,
     drafters: Mapping[str, DrafterModel],
@@ -102,49 +85,78 @@ def measure_fidelity(
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> FidelityResult:
-    """Measure drafters of one target on the same anchors.
+    """Measure drafters of one target on the same anchors: `tally_rows`, summarized over all rows."""
+    table = tally_rows(target, drafters, rows, anchors_per_row=anchors_per_row, seed=seed, progress=progress)
+    return summarize(table)
+
+
+@torch.inference_mode()
+def tally_rows(
+    target: Target,
+    drafters: Mapping[str, DrafterModel],
+    rows: Iterable[TokenRow],
+    *,
+    anchors_per_row: int | None = None,
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> TallyTable:
+    """What every drafter got right on the same anchors, row by row.
 
     Args:
         target: the target.
-        drafters: by name; the first is the reference of retention, agreement and KL. All share block size and taps.
+        drafters: by name; the first is the reference of retention, agreement and KL. All share the block size.
         rows: rows that the target wrote.
         anchors_per_row: anchors drawn per row; None means every position with a whole block of labels.
         seed: of the anchor choice.
         progress: called after each row.
 
     Raises:
-        Exl3DflashError: no row is long enough for a block, or the drafters do not share block size and taps.
+        Exl3DflashError: no row is long enough for a block, or the drafters do not share the block size.
     """
-    config = _common_config(drafters)
+    block_size = _common_block_size(drafters)
+    layers = all_layers([tap_layer_indices(drafter.config) for drafter in drafters.values()])
     generator = torch.Generator().manual_seed(seed)
+    kept: list[TokenRow] = []
     tallies: dict[str, list[RowTally]] = {name: [] for name in drafters}
     dropped = 0
     for row in rows:
-        anchors = sample_anchors(len(row.ids), row.prompt_length, config.block_size - 1, anchors_per_row, generator)
+        anchors = sample_anchors(len(row.ids), row.prompt_length, block_size - 1, anchors_per_row, generator)
         if len(anchors):
-            labelled = label_row(target, row, tap_layer_indices(config), anchors)
+            labelled = label_row(target, row, layers, anchors)
             if labelled is None:
                 dropped += 1
             else:
+                kept.append(row)
                 for name, tally in zip(drafters, tally_row(target, list(drafters.values()), labelled), strict=True):
                     tallies[name].append(tally)
         progress()
-    if not next(iter(tallies.values())):
-        raise Exl3DflashError(
-            "no held-out row can be measured",
-            expected=f"rows with at least {config.block_size} tokens written by the target and finite features",
-            fix="give longer or more rows",
-        )
-    return _summarize(tallies, dropped, config.block_size)
+    if not kept:
+        raise no_usable_rows(block_size)
+    return TallyTable(tuple(kept), tallies, dropped, block_size)
 
 
-def _common_config(drafters: Mapping[str, DrafterModel]) -> Any:
-    first, *others = (drafter.config for drafter in drafters.values())
-    for name, config in zip(list(drafters)[1:], others, strict=True):
-        if config.block_size != first.block_size or tap_layer_indices(config) != tap_layer_indices(first):
+def no_usable_rows(block_size: int) -> Exl3DflashError:
+    """The error for rows of which none can be measured."""
+    return Exl3DflashError(
+        "no held-out row can be measured",
+        expected=f"rows with at least {block_size} tokens written by the target and finite features",
+        fix="give longer or more rows",
+    )
+
+
+def all_layers(choices: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Every layer of several tap lists once, the first list's order first."""
+    return tuple(dict.fromkeys(layer for layers in choices for layer in layers))
+
+
+def _common_block_size(drafters: Mapping[str, DrafterModel]) -> int:
+    sizes = {name: drafter.config.block_size for name, drafter in drafters.items()}
+    first = next(iter(sizes.values()))
+    for name, size in sizes.items():
+        if size != first:
             raise Exl3DflashError(
-                f"drafter {name} has block size {config.block_size} and taps {config.target_layer_ids}",
-                expected=f"those of the first drafter, {first.block_size} and {first.target_layer_ids}",
+                f"drafter {name} has block size {size}",
+                expected=f"that of the first drafter, {first}",
                 fix="compare drafters of one family",
             )
     return first
@@ -157,7 +169,7 @@ def label_row(target: Target, row: TokenRow, tap_ids: tuple[int, ...], anchors: 
     assert output.logits is not None
     if not (torch.isfinite(output.taps).all() and torch.isfinite(output.logits).all()):
         return None
-    return LabelledRow(ids.to(target.device), output.taps, output.logits.argmax(-1), anchors)
+    return LabelledRow(ids.to(target.device), output.taps, output.logits.argmax(-1), anchors, tap_ids)
 
 
 def tally_row(target: Target, drafters: list[DrafterModel], row: LabelledRow) -> list[RowTally]:
@@ -165,7 +177,11 @@ def tally_row(target: Target, drafters: list[DrafterModel], row: LabelledRow) ->
     block_size = drafters[0].config.block_size
     anchor_ids = row.ids[row.anchors.to(row.ids.device)]
     hidden = [
-        drafter.forward_anchors(row.taps, drafter.block_embeddings(target, anchor_ids), row.anchors)[:, 1:]
+        drafter.forward_anchors(
+            row.with_layers(tap_layer_indices(drafter.config)).taps,
+            drafter.block_embeddings(target, anchor_ids),
+            row.anchors,
+        )[:, 1:]
         for drafter in drafters
     ]  # each (N, B - 1, H)
     steps = torch.arange(block_size - 1)
@@ -178,7 +194,7 @@ def tally_row(target: Target, drafters: list[DrafterModel], row: LabelledRow) ->
             log_probs = drafter.logits(target, hidden[index][chosen]).float().log_softmax(-1)  # (n, B - 1, V)
             reference = log_probs if reference is None else reference
             parts[index].append(_tally_chunk(log_probs, reference, labels[chosen.to(labels.device)]))
-    return [_add(tallies) for tallies in parts]
+    return [add_tallies(tallies) for tallies in parts]
 
 
 def _tally_chunk(log_probs: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> RowTally:
@@ -197,44 +213,5 @@ def _tally_chunk(log_probs: torch.Tensor, reference: torch.Tensor, labels: torch
         accepted=total(accepted),
         agreed=total(drafts == reference.argmax(-1)),
         divergence=total(divergence),
+        label_nats=total(-log_probs.gather(-1, labels[..., None])[..., 0].nan_to_num(0.0)),
     )
-
-
-def _add(tallies: list[RowTally]) -> RowTally:
-    return RowTally(
-        anchors=sum(tally.anchors for tally in tallies),
-        emitted=sum(tally.emitted for tally in tallies),
-        reached=np.sum([tally.reached for tally in tallies], axis=0),
-        accepted=np.sum([tally.accepted for tally in tallies], axis=0),
-        agreed=np.sum([tally.agreed for tally in tallies], axis=0),
-        divergence=np.sum([tally.divergence for tally in tallies], axis=0),
-    )
-
-
-def _summarize(tallies: Mapping[str, list[RowTally]], dropped: int, block_size: int) -> FidelityResult:
-    reference = next(iter(tallies.values()))
-    weights = resample_weights(len(reference))
-    anchors = np.array([tally.anchors for tally in reference], dtype=np.float64)
-    reference_emitted = np.array([tally.emitted for tally in reference])
-    drafters = []
-    for name, rows in tallies.items():
-        emitted = np.array([tally.emitted for tally in rows])
-        total = _add(rows)
-        agreed = np.array([tally.agreed.mean() for tally in rows])
-        drafters.append(
-            DrafterFidelity(
-                name=name,
-                accept_length=total.emitted / total.anchors,
-                ci95=ratio_interval(emitted, anchors, weights),
-                retention=float(emitted.sum() / reference_emitted.sum()),
-                retention_ci95=ratio_interval(emitted, reference_emitted, weights),
-                position_acceptance=[
-                    float(accepted / reached) if reached else 0.0
-                    for accepted, reached in zip(total.accepted, total.reached, strict=True)
-                ],
-                top1_agreement=float(agreed.sum() / anchors.sum()),
-                top1_agreement_ci95=ratio_interval(agreed, anchors, weights),
-                kl=float(total.divergence.mean() / total.anchors),
-            )
-        )
-    return FidelityResult(drafters, int(anchors.sum()), len(reference), dropped, block_size)

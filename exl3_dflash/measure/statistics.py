@@ -20,18 +20,18 @@ def resample_weights(rows: int, seed: int = 0, resamples: int = RESAMPLES) -> ND
     return generator.multinomial(rows, np.full(rows, 1.0 / rows), size=resamples).astype(np.float64)
 
 
-def ratio_interval(numerator: NDArray, denominator: NDArray, weights: NDArray) -> Interval:
-    """95 % percentile interval of `sum(numerator) / sum(denominator)`; both `(rows,)`."""
+def ratio_interval(numerator: NDArray, denominator: NDArray, weights: NDArray, level: float = 0.95) -> Interval:
+    """Percentile interval (95 % by default) of `sum(numerator) / sum(denominator)`; both `(rows,)`."""
     samples = _safe_ratio(weights @ numerator, weights @ denominator)
-    return percentile_interval(samples)
+    return percentile_interval(samples, level)
 
 
-def percentile_interval(samples: NDArray) -> Interval:
-    """2.5 and 97.5 percentiles, ignoring samples that are not finite."""
+def percentile_interval(samples: NDArray, level: float = 0.95) -> Interval:
+    """The middle `level` of the samples (2.5 and 97.5 percentiles for 0.95), ignoring those that are not finite."""
     finite = samples[np.isfinite(samples)]
     if not len(finite):
         return float("nan"), float("nan")
-    low, high = np.percentile(finite, [2.5, 97.5])
+    low, high = np.percentile(finite, [50 * (1 - level), 50 * (1 + level)])
     return float(low), float(high)
 
 

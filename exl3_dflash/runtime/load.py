@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from exl3_dflash.doctor.papers import require_papers
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.hub.resolve import ResolvedModel, resolve
-from exl3_dflash.pairing import check_pairing
 from exl3_dflash.runtime.reference import ReferenceEngine, check_draft_tokens
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target, sketch_target
@@ -87,7 +87,7 @@ def load_pair(
     checkpoint = DrafterCheckpoint.open(drafter_source.path) if drafter_source else None
     notes: tuple[str, ...] = ()
     if checkpoint is not None:
-        notes = check_pairing(checkpoint, sketch_target(target_source.path, target_source.name))
+        notes = require_papers(checkpoint, sketch_target(target_source.path, target_source.name))
     if draft_tokens is not None:
         check_draft_tokens(draft_tokens, checkpoint.config.block_size - 1 if checkpoint else 0)
     model = load_target(target_source.path, device=device, dtype=wanted, name=target_source.name)

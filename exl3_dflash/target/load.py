@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,22 @@ _UNUSED_TENSORS = re.compile(
 
 @dataclass(frozen=True)
 class TargetSketch:
-    """What a target's files tell without its weights; the fields mean what they mean in `base.TargetFacts`."""
+    """What a target's files tell without its weights; the first five fields mean what they do in `base.TargetFacts`.
+
+    rope_theta and sliding_window are None where the config has none, or has several. special_tokens are the added
+    tokens of the tokenizer by id.
+    """
 
     name: str
     hidden_size: int
     num_layers: int
     vocab_size: int
     tokenizer_size: int
+    rope_theta: float | None = None
+    sliding_window: int | None = None
+    has_chat_template: bool = True
+    supports_thinking: bool = False
+    special_tokens: Mapping[int, str] = field(default_factory=dict)
 
 
 def sketch_target(path: str | Path, name: str | None = None) -> TargetSketch:
@@ -52,13 +61,25 @@ def sketch_target(path: str | Path, name: str | None = None) -> TargetSketch:
     path = Path(path)
     config = read_config(path)
     text = config.get_text_config(decoder=True)
+    tokenizer = TransformersTokenizer.load(path)
+    rope = getattr(text, "rope_parameters", None) or {}
     return TargetSketch(
         name=name or path.resolve().name,
         hidden_size=int(text.hidden_size),
         num_layers=int(text.num_hidden_layers),
         vocab_size=int(text.vocab_size),
-        tokenizer_size=TransformersTokenizer.load(path).size,
+        tokenizer_size=tokenizer.size,
+        rope_theta=_number(rope.get("rope_theta", getattr(text, "rope_theta", None))),
+        sliding_window=_number(getattr(text, "sliding_window", None)),
+        has_chat_template=tokenizer.has_chat_template,
+        supports_thinking=tokenizer.supports_thinking,
+        special_tokens=tokenizer.special_tokens,
     )
+
+
+def _number(value: Any) -> Any:
+    """The value if it is a number."""
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def load_target(

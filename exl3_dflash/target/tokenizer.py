@@ -62,6 +62,11 @@ class TransformersTokenizer:
         """Whether the chat template reads a thinking switch."""
         return bool(self._switches)
 
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Tokens that were added to the vocabulary of ordinary text, by id."""
+        return {int(index): str(text) for text, index in self._tokenizer.get_added_vocab().items()}
+
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Ids of `text`; special tokens written in the text are recognised."""
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special, verbose=False)]
