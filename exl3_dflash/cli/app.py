@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from exl3_dflash.cli import card, chat, demo, dequantize, inspect, quantize
+from exl3_dflash.cli import card, chat, demo, dequantize, doctor, inspect, quantize
 from quantize.errors import Exl3DflashError
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-for command_module in (quantize, chat, demo, card, inspect, dequantize):
+for command_module in (quantize, chat, doctor, demo, card, inspect, dequantize):
     command_module.register(app)
 
 
