@@ -8,13 +8,15 @@ usage errors exit with 2 (typer), Ctrl-C with 130. Any other exception is a bug:
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
+from types import FrameType
 from typing import Annotated
 
 import typer
 
-from exl3_dflash.cli import card, chat, demo, dequantize, doctor, inspect, quantize
+from exl3_dflash.cli import card, chat, demo, dequantize, doctor, inspect, publish, quantize
 from quantize.errors import Exl3DflashError
 
 app = typer.Typer(
@@ -25,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-for command_module in (quantize, chat, doctor, demo, card, inspect, dequantize):
+for command_module in (quantize, chat, doctor, demo, card, publish, inspect, dequantize):
     command_module.register(app)
 
 
@@ -57,6 +59,7 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: the arguments after the program's name; `sys.argv[1:]` if None.
     """
+    signal.signal(signal.SIGTERM, _stop)
     try:
         app(args=args, prog_name="exl3-dflash")
     except Exl3DflashError as error:
@@ -68,6 +71,11 @@ def main(args: list[str] | None = None) -> None:
         _report(f"error: {error}")
     except Exception as error:
         _report(f"internal error: {type(error).__name__}: {error} (a bug: EXL3_DFLASH_DEBUG=1 shows where)")
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    """SIGTERM ends the program as an exception does, so that nothing half-written stays."""
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _report(line: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ def _explain_status(status: int, error: Exception, repository: str) -> Explanati
             "room for these files",
             "free some storage, or publish without --private",
         )
+    if status == 403 and _method(error) == "PUT":  # the file's own upload address, which expires
+        return Explanation("the storage refused the upload of a file (status 403)", None, AGAIN)
     if status == 400:
         about = "the card's metadata" if any(word in said for word in _METADATA_WORDS) else "the request"
         about = "the license in the card's metadata" if "license" in said else about
@@ -97,6 +100,12 @@ def _explain_without_status(error: Exception) -> Explanation:
     return Explanation(f"the transfer was interrupted ({type(error).__name__})", None, AGAIN)
 
 
+def _method(error: Exception) -> str | None:
+    """The HTTP method of the request that failed."""
+    request = getattr(getattr(http_error(error), "response", None), "request", None)
+    return getattr(request, "method", None)
+
+
 def _reset(error: Exception) -> str:
     """`, for another N seconds`, where the answer says so."""
     headers = getattr(getattr(http_error(error), "response", None), "headers", {})
@@ -109,18 +118,36 @@ def _reset(error: Exception) -> str:
 
 @contextmanager
 def explained(action: str, repository: str) -> Iterator[None]:
-    """Turn whatever a request raises into one line that begins with `action`; nothing of the client reaches stderr."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # its warnings quote upload URLs, which are signed
+    """Turn whatever a request raises into one line that begins with `action`; nothing of the client reaches stderr but
+    its progress bars, and those only in a terminal."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet_client():
             yield
     except Exl3DflashError:
         raise
     except Exception as error:
         found = explain(error, repository)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # after a bar that was broken off
         raise Exl3DflashError(f"{action}: {found.what}", found.expected, found.fix) from None
+
+
+@contextmanager
+def quiet_client() -> Iterator[None]:
+    """Silence the client's warnings, which quote signed addresses, and its bars where there is no terminal."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    hide_bars = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if hide_bars:
+                disable_progress_bars()
+            yield
     finally:
         logger.setLevel(level)
+        if hide_bars:
+            enable_progress_bars()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from exl3_dflash.errors import Exl3DflashError
-from exl3_dflash.hub.client import status_of
+from exl3_dflash.hub.client import quiet_client, status_of
 
 Role = Literal["target", "drafter"]
 
@@ -106,7 +106,8 @@ def download_card(repository: str, revision: str | None) -> Path:
     from huggingface_hub import errors, hf_hub_download
 
     try:
-        return Path(hf_hub_download(repository, "README.md", revision=revision))
+        with quiet_client():
+            return Path(hf_hub_download(repository, "README.md", revision=revision))
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise _explained(repository, repository, "drafter", error) from None
@@ -153,15 +154,16 @@ def _download(name: str, repo: str, revision: str | None, role: Role, local_file
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=list(WANTED_FILES),
-                ignore_patterns=list(UNWANTED_FILES),
-                local_files_only=local_files_only,
+        with quiet_client():
+            return Path(
+                snapshot_download(
+                    repo,
+                    revision=revision,
+                    allow_patterns=list(WANTED_FILES),
+                    ignore_patterns=list(UNWANTED_FILES),
+                    local_files_only=local_files_only,
+                )
             )
-        )
     except Exception as error:  # the hub's client, its HTTP library and the disk each have their own exceptions
         raise _explained(name, repo, role, error) from None
 
@@ -170,7 +172,7 @@ def _download_card_files(repo: str, commit: str, local_files_only: bool) -> None
     """Fetch the card and license files of a downloaded drafter, if they can be had: nothing depends on them here."""
     from huggingface_hub import snapshot_download
 
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), quiet_client():
         snapshot_download(repo, revision=commit, allow_patterns=list(CARD_FILES), local_files_only=local_files_only)
 
 
