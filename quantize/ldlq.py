@@ -15,7 +15,8 @@ If the Cholesky factorization still fails, damping is escalated in the rotated b
 Layout: the factor is a dense (in, in) float32 matrix of which only the part below the diagonal blocks is used. Feedback
 from rows below a span of 128 comes in one product per span, the rest block by block. The weight is overwritten by E.
 
-Left out: feedback along the outputs (two-sided LDLQ); it would take a second factor and walk along anti-diagonals.
+Left out: feedback along the outputs (`quantize.two_sided`). Its metric is built and factored here too: it is the same
+with output scales for input scales and the gradients' second moments for the inputs'.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Factor:
     """The block-16 unit lower factor of a metric.
 
     Attributes:
-        lower: float32 (in, in); meaningful strictly below the diagonal blocks.
+        lower: float32 (in, in) without its unit diagonal: zero on and above the diagonal blocks.
         damping: the share of the mean diagonal that was added before the factorization succeeded.
     """
 
@@ -49,7 +50,7 @@ class Factor:
 
 
 def rotated_metric(hessian: Tensor, input_scales: Tensor, damping: float) -> Tensor:
-    """The metric of the rotated weight's rows.
+    """The metric of the rotated weight's rows, or of its columns (then read "columns" for "rows").
 
     Args:
         hessian: float32 (features, features), unpadded.
@@ -92,11 +93,12 @@ def factor_metric(metric: Tensor, damping: float) -> Factor | None:
 
 def _unit_blocks_(cholesky: Tensor) -> Tensor:
     """Make a Cholesky factor the block unit factor, in place: block columns times their diagonal block's inverse."""
-    for start in range(0, cholesky.shape[0] - BLOCK, BLOCK):
+    for start in range(0, cholesky.shape[0], BLOCK):
         stop = start + BLOCK
         below = cholesky[stop:, start:stop]
         diagonal_block = cholesky[start:stop, start:stop]
         below.copy_(torch.linalg.solve_triangular(diagonal_block, below, upper=False, left=False))
+        diagonal_block.zero_()
     return cholesky
 
 

@@ -1,16 +1,14 @@
 """Quantize one linear layer to EXL3, and decode one: the entry point of everything in this package below files.
 
 What it computes. `quantize_linear` pads the weight to multiples of 128, regularizes it (`regularize`), finds the global
-scale (`scale_search`), codes it with error feedback in the metric of the measured inputs (`ldlq`), and fits the stored
-scales to what was coded (`refit`). It is pure: the same weight, Hessian and settings give the same bytes, on any number
-of threads, and torch's global generator is neither read nor moved. Torch runs single-threaded inside (`workers`).
+scale (`scale_search`), codes it with error feedback in the metric of the measured inputs and, where it is known, of
+what errors in the outputs cost (`coding`), and fits the stored scales to what was coded (`refit`). It is pure: the same
+weight, Hessians and settings give the same bytes, on any number of threads, and torch's global generator is neither
+read nor moved. Torch runs single-threaded inside (`workers`).
 
 Layout: weights are (in, out), the transpose of `nn.Linear.weight`. Stored tensors are as in ExLlamaV3: `trellis` int16
 (in/16, out/16, 16 * bits), `suh` fp16 (in,), `svh` fp16 (out,), all padded, `bias` fp16 (out,), and the codebook's
 marker. Padded rows and columns have scale 0 and decode to exactly 0.
-
-Left out: an output-side Hessian. It would enter as a second metric in `ldlq` and `refit`, and give `auto` output scales
-something to decide by.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from torch import Tensor
 
 from quantize.codebook import CODEBOOKS, codebook_marker
 from quantize.coder import TileCoder
+from quantize.coding import code_weight, make_side
 from quantize.encoder import default_threads
 from quantize.errors import Exl3DflashError
 from quantize.hadamard import padded_features, rotate_both_sides_
 from quantize.hessian import Hessian
-from quantize.ldlq import factor_metric, ldlq, quantize_plain, rotated_metric
-from quantize.refit import Metric, ScaleFit
+from quantize.refit import ScaleFit
 from quantize.regularize import Regularized, regularize
 from quantize.scale_search import search_scale
 from quantize.trellis import check_bits, decode_trellis
@@ -47,11 +45,12 @@ class QuantSettings:
     Attributes:
         bits: bits per weight, one of `trellis.SUPPORTED_BITS`.
         codebook: `mul1`, `mcg` or `3inst`.
-        out_scales: output channel scales. `auto` leaves them off only where a known sensitivity of the outputs speaks
-            against them; with input-side data alone it is the same as `always`.
+        out_scales: output channel scales: `always`, `never`, or `auto`, which is the same as `always` (with feedback in
+            both directions the column's RMS is the best scale whatever the outputs' sensitivity).
         scaled_hessian: feed errors back in the metric that includes the layer's own input scales.
         refit: fit the scales to the coded weight afterwards.
         sigma_reg: damping of the Hessian, as a share of its mean diagonal.
+        output_reg: the same for the output-side Hessian; larger values blend towards one-sided feedback.
         seed: of the random signs.
         threads: encoder threads, 0 for one per core; never changes the result.
     """
@@ -62,6 +61,7 @@ class QuantSettings:
     scaled_hessian: bool = True
     refit: bool = True
     sigma_reg: float = 0.025
+    output_reg: float = 0.2
     seed: int = 0
     threads: int = 0
 
@@ -69,8 +69,9 @@ class QuantSettings:
         check_bits(self.bits, self.codebook)
         if self.out_scales not in OUT_SCALES:
             raise Exl3DflashError(f"out_scales {self.out_scales!r}", "one of " + ", ".join(OUT_SCALES))
-        if not 0.0 < self.sigma_reg < math.inf:
-            raise Exl3DflashError(f"sigma_reg {self.sigma_reg}", "a finite number above 0")
+        for name, share in (("sigma_reg", self.sigma_reg), ("output_reg", self.output_reg)):
+            if not 0.0 < share < math.inf:
+                raise Exl3DflashError(f"{name} {share}", "a finite number above 0")
         if self.threads < 0:
             raise Exl3DflashError(f"threads {self.threads}", "a number of threads, or 0 for one per core")
         if not 0 <= self.seed < 1 << 63:
@@ -87,13 +88,15 @@ class QuantizedLinear:
         bias: fp16 (out_features,) or None.
         codebook, bits: how the trellis is read.
         in_features, out_features: before padding.
-        proxy_error: tr(E^T H E) / tr(W^T H W) of the stored tensors, H undamped; without a usable Hessian the
-            weight error.
+        proxy_error: tr(E^T H E G) / tr(W^T H W G) of the stored tensors, H and G the undamped Hessians of inputs and
+            outputs; a side without a usable one has the identity, and with neither it is the weight error.
         weight_error: |E|^2 / |W|^2 of the stored tensors.
-        fallback: why the layer was quantized without error feedback; None when it was not.
+        fallback: why there was no feedback along the inputs; None when there was.
         seconds: wall time.
         damping: the share of the Hessian's mean diagonal that was added; more than `sigma_reg` when the factorization
             needed it, None without feedback or when unknown.
+        output_damping: the same for the output-side Hessian; None means that the layer was quantized one-sided.
+        output_fallback: why a given output-side Hessian was not used.
     """
 
     trellis: Tensor
@@ -109,6 +112,8 @@ class QuantizedLinear:
     fallback: str | None
     seconds: float
     damping: float | None = None
+    output_damping: float | None = None
+    output_fallback: str | None = None
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors to store for a linear layer called `name`, by their full names.
@@ -129,6 +134,7 @@ def quantize_linear(
     hessian: Hessian | None,
     settings: QuantSettings,
     *,
+    output_hessian: Hessian | None = None,
     bias: Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedLinear:
@@ -138,6 +144,7 @@ def quantize_linear(
         weight: (in, out), any floating dtype, any strides; left untouched. The work is done on its device.
         hessian: of the layer's inputs, or None to quantize without calibration.
         settings: see `QuantSettings`.
+        output_hessian: second moments of the loss gradient at the layer's outputs, for two-sided quantization.
         bias: (out,), stored in fp16.
         name: what error messages call the weight.
 
@@ -145,32 +152,42 @@ def quantize_linear(
         Exl3DflashError: wrong shapes, or values that are not finite or beyond what EXL3 can store.
     """
     started = time.perf_counter()
-    stored_bias = _check_arguments(weight, hessian, bias, name)
+    stored_bias = _check_arguments(weight, hessian, output_hessian, bias, name)
     in_features, out_features = weight.shape
     threads = settings.threads or default_threads()
     coder = TileCoder(settings.bits, settings.codebook, threads)
     with torch.no_grad(), Workers(threads) as workers:
         padded = _padded(weight)
-        metric, unusable = _metric(hessian, settings, padded.device)
         regular = regularize(padded, settings.out_scales != "never", settings.seed)
         regular = regular.rescaled(search_scale(regular.weight, coder))
         suh, svh = _storable_scales(regular, name)
-        coded, trellis, damping = _code(regular, metric, settings, coder, workers)
+        input_scales = regular.input_scales if settings.scaled_hessian else regular.input_scales.sign()
+        inputs = make_side(hessian, input_scales, settings.sigma_reg)
+        outputs = make_side(output_hessian, regular.output_scales, settings.output_reg)
+        coded, trellis = code_weight(regular, inputs, outputs, coder, workers)
         del regular
-        if damping is None:
-            metric = Metric(None)
         rows, columns = slice(in_features), slice(out_features)
-        fit = ScaleFit(padded[rows, columns], coded[rows, columns], metric, workers)
+        fit = ScaleFit(padded[rows, columns], coded[rows, columns], inputs.metric, workers, outputs.metric)
         if settings.refit:
             suh[rows], svh[columns] = fit.refit(suh[rows], svh[columns])
         suh, svh = suh.half(), svh.half()
         error = fit.error(suh[rows].float(), svh[columns].float())
-    fallback = None if damping is not None else unusable or "Cholesky factorization failed"
     stored = (trellis, suh, svh, stored_bias, settings.codebook, settings.bits, in_features, out_features)
-    return QuantizedLinear(*stored, error.output, error.weight, fallback, time.perf_counter() - started, damping)
+    return QuantizedLinear(
+        *stored,
+        proxy_error=error.output,
+        weight_error=error.weight,
+        fallback=inputs.unusable,
+        seconds=time.perf_counter() - started,
+        damping=inputs.damping,
+        output_damping=outputs.damping,
+        output_fallback=None if output_hessian is None else outputs.unusable,
+    )
 
 
-def _check_arguments(weight: Tensor, hessian: Hessian | None, bias: Tensor | None, name: str) -> Tensor | None:
+def _check_arguments(
+    weight: Tensor, hessian: Hessian | None, output_hessian: Hessian | None, bias: Tensor | None, name: str
+) -> Tensor | None:
     """Refuse what cannot be quantized; returns the bias in fp16."""
     if weight.ndim != 2 or not weight.is_floating_point() or 0 in weight.shape:
         raise Exl3DflashError(f"{name} has shape {tuple(weight.shape)} and dtype {weight.dtype}", "a float (in, out)")
@@ -181,8 +198,9 @@ def _check_arguments(weight: Tensor, hessian: Hessian | None, bias: Tensor | Non
             expected="finite weights",
             fix="take the weight from an intact checkpoint",
         )
-    if hessian is not None and hessian.features != weight.shape[0]:
-        raise Exl3DflashError(f"the Hessian of {name} has {hessian.features} features", f"{weight.shape[0]}")
+    for side, given, size in (("Hessian", hessian, 0), ("output-side Hessian", output_hessian, 1)):
+        if given is not None and given.features != weight.shape[size]:
+            raise Exl3DflashError(f"the {side} of {name} has {given.features} features", f"{weight.shape[size]}")
     if bias is None:
         return None
     stored = bias.detach().to(torch.float16, copy=True)
@@ -200,36 +218,6 @@ def _padded(weight: Tensor) -> Tensor:
     padded = weight.new_zeros(padded_features(rows), padded_features(columns), dtype=torch.float32)
     padded[:rows, :columns] = weight
     return padded
-
-
-def _metric(hessian: Hessian | None, settings: QuantSettings, device: torch.device) -> tuple[Metric, str | None]:
-    """The metric of the layer's inputs, or the identity and the reason why."""
-    if hessian is None:
-        return Metric(None), "none"
-    unusable = hessian.usable()
-    if unusable is not None:
-        return Metric(None), unusable
-    matrix = hessian.matrix.to(device, torch.float32)
-    return Metric(matrix, settings.sigma_reg * float(matrix.diagonal().mean())), None
-
-
-def _code(
-    regular: Regularized, metric: Metric, settings: QuantSettings, coder: TileCoder, workers: Workers
-) -> tuple[Tensor, Tensor, float | None]:
-    """Code a regularized weight, which is overwritten, with feedback if the metric allows it.
-
-    Returns:
-        The coded weight rotated back, without scales (in, out); the trellis; the damping, None without feedback.
-    """
-    factor = None
-    if metric.matrix is not None:
-        scales = regular.input_scales if settings.scaled_hessian else regular.input_scales.sign()
-        factor = factor_metric(rotated_metric(metric.matrix, scales, settings.sigma_reg), settings.sigma_reg)
-    if factor is None:
-        coded, trellis = quantize_plain(regular.weight, coder)
-        return rotate_both_sides_(coded), trellis, None
-    coded, trellis = ldlq(regular.weight, factor.lower, coder, workers)
-    return rotate_both_sides_(coded), trellis, factor.damping
 
 
 def _storable_scales(regular: Regularized, name: str) -> tuple[Tensor, Tensor]:

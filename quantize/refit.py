@@ -1,16 +1,18 @@
 """Fit the stored scales to the quantized weight, trellis fixed: free accuracy after coding.
 
-What it computes. With C the coded weight rotated back, `Q = diag(su) C diag(sv)`, and the error
-`tr((W-Q)^T H (W-Q))` is quadratic in sv for fixed su and the other way round:
+What it computes. With C the coded weight rotated back, `Q = diag(su) C diag(sv)`, H the metric of the inputs and G that
+of the outputs, the error `tr((W-Q)^T H (W-Q) G)` is quadratic in sv for fixed su and the other way round:
 
-- each output scale on its own: `sv_n = (y_n^T H w_n) / (y_n^T H y_n)` with y_n column n of `diag(su) C`;
-- all input scales together: `((Z Z^T) o H) su = rowsum(Z o H W)` with `Z = C diag(sv)`; o is the elementwise product.
+- all output scales: `((Y^T H Y) o G) sv = colsum(Y o HWG)` with `Y = diag(su) C`; o is the elementwise product;
+- all input scales: `((Z G Z^T) o H) su = rowsum(Z o HWG)` with `Z = C diag(sv)`.
 
-Two rounds of both, in the damped Hessian. Then the input scales are rounded to fp16, as they are stored, and the output
-scales are fitted once more to the rounded ones. Without a Hessian, H is the identity and both steps are plain least
-squares. Scales that are 0 (all-zero rows and columns) stay 0.
+A metric that is not known is the identity; then the other side's system is diagonal, and with neither both steps are
+plain least squares. Two rounds of both, in the damped metrics. Then the input scales are rounded to fp16, as they are
+stored, and the output scales are fitted once more to the rounded ones. Scales that are 0 (all-zero rows and columns)
+stay 0.
 
-Layout: products run in blocks of columns (`quantize.workers`), so that only W, C and H W exist in full.
+Layout: both steps are one function of vectors along the fitted side. Products run in blocks of columns
+(`quantize.workers`).
 """
 
 from __future__ import annotations
@@ -28,108 +30,117 @@ RIDGE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """The error measure over input features: the measured Hessian, and the damping added to its diagonal for fits.
+    """The error measure over the features of one side: second moments, and the damping added to them for fits.
 
     Attributes:
-        matrix: float32 (in, in), or None for the identity.
+        matrix: float32 (features, features), or None for the identity.
         damping: absolute, added to the diagonal when fitting and not when reporting.
     """
 
     matrix: Tensor | None
     damping: float = 0.0
 
-    def apply(self, columns: Tensor) -> Tensor:
-        """H @ columns, undamped: (in, n) -> (in, n)."""
-        return columns if self.matrix is None else self.matrix @ columns
+    def apply(self, columns: Tensor, workers: Workers, damped: bool = False) -> Tensor:
+        """H @ columns: (features, n) -> (features, n); `columns` itself for the identity."""
+        if self.matrix is None:
+            return columns
+        product = workers.matmul(self.matrix, columns)
+        return product.add_(columns, alpha=self.damping) if damped else product
 
 
 @dataclass(frozen=True)
 class OutputError:
-    """Relative errors of a quantized weight: of the output (in the metric), and of the weight itself; both squared."""
+    """Relative errors of a quantized weight: of the output (in the metrics), and of the weight itself; both squared."""
 
     output: float
     weight: float
 
 
 class ScaleFit:
-    """Weight, coded weight and metric of one layer, for fitting scales and measuring errors.
+    """Weight, coded weight and metrics of one layer, for fitting scales and measuring errors.
 
     Args:
         weight: W, float32 (in, out).
         coded: C, float32 (in, out), the decoded trellis rotated back, without scales.
-        metric: the error measure.
+        metric: the error measure over inputs.
         workers: run the products.
+        output_metric: the error measure over outputs.
     """
 
-    def __init__(self, weight: Tensor, coded: Tensor, metric: Metric, workers: Workers) -> None:
+    def __init__(
+        self, weight: Tensor, coded: Tensor, metric: Metric, workers: Workers, output_metric: Metric | None = None
+    ) -> None:
         self.weight = weight
         self.coded = coded
         self.metric = metric
+        self.output_metric = output_metric or Metric(None)
         self.workers = workers
-        self.target = weight if metric.matrix is None else workers.matmul(metric.matrix, weight)  # H W, undamped
 
     def refit(self, input_scales: Tensor, output_scales: Tensor) -> tuple[Tensor, Tensor]:
         """Fit both scale vectors (in,), (out,); returns them as they are to be stored, rounded to fp16, in float32."""
+        target = self._weigh(self.weight, damped=True)  # HWG, damped (in, out)
         for _ in range(ROUNDS):
-            output_scales = self.fit_output(input_scales, output_scales)
-            input_scales = self.fit_input(input_scales, output_scales)
+            output_scales = self.fit_output(input_scales, output_scales, target)
+            input_scales = self.fit_input(input_scales, output_scales, target)
         input_scales = input_scales.half().float()
-        return input_scales, self.fit_output(input_scales, output_scales).half().float()
+        return input_scales, self.fit_output(input_scales, output_scales, target).half().float()
 
-    def fit_output(self, input_scales: Tensor, output_scales: Tensor) -> Tensor:
+    def fit_output(self, input_scales: Tensor, output_scales: Tensor, target: Tensor | None = None) -> Tensor:
         """The best output scales (out,) for these input scales; a column without any signal keeps its scale."""
-        numerator, denominator = torch.zeros_like(output_scales), torch.zeros_like(output_scales)
+        target = self._weigh(self.weight, damped=True) if target is None else target
+        scaled = input_scales[:, None] * self.coded  # Y
+        weighed = self.metric.apply(scaled, self.workers, damped=True)
+        return self._fit(self.output_metric, scaled.T, weighed.T, target.T, output_scales)
 
-        def project(block: slice) -> None:
-            scaled = input_scales[:, None] * self.coded[:, block]
-            damped = self.metric.apply(scaled) + self.metric.damping * scaled
-            target = self.target[:, block] + self.metric.damping * self.weight[:, block]
-            numerator[block] = (scaled * target).sum(0)
-            denominator[block] = (scaled * damped).sum(0)
-
-        self.workers.each_block(self.coded.shape[1], project)
-        fitted = numerator / denominator
-        return torch.where(torch.isfinite(fitted) & (output_scales != 0), fitted, output_scales)
-
-    def fit_input(self, input_scales: Tensor, output_scales: Tensor) -> Tensor:
+    def fit_input(self, input_scales: Tensor, output_scales: Tensor, target: Tensor | None = None) -> Tensor:
         """The best input scales (in,) for these output scales, or the given ones where a fit makes no sense."""
-        scaled = self.coded * output_scales
-        right = (scaled * self.target).sum(1) + self.metric.damping * (scaled * self.weight).sum(1)  # (in,)
-        if self.metric.matrix is None:
-            fitted = right / scaled.square().sum(1)
-        else:
-            fitted = self._solve_input(scaled, right, input_scales)
-        sensible = torch.isfinite(fitted) & (fitted * input_scales > 0)
-        return torch.where(sensible, fitted, input_scales)
+        target = self._weigh(self.weight, damped=True) if target is None else target
+        scaled = self.coded * output_scales  # Z
+        weighed = self.output_metric.apply(scaled.T, self.workers, damped=True).T
+        return self._fit(self.metric, scaled, weighed, target, input_scales)
 
-    def _solve_input(self, scaled: Tensor, right: Tensor, input_scales: Tensor) -> Tensor:
-        """Solve ((Z Z^T) o H) su = right, Z = `scaled`, rows with scale 0 left out; the old scales if that fails."""
-        assert self.metric.matrix is not None
-        system = self.workers.matmul(scaled, scaled.T)  # (in, in)
-        diagonal = system.diagonal() * self.metric.damping
-        system.mul_(self.metric.matrix).diagonal().add_(diagonal)
-        live = (input_scales != 0).to(system.dtype)
+    def _fit(self, metric: Metric, vectors: Tensor, weighed: Tensor, target: Tensor, old: Tensor) -> Tensor:
+        """The best scales of vectors (own, other), `weighed` in the other side's metric; `metric` is their own side's.
+
+        Signs stay: a scale that would have to change its sign fits nothing.
+        """
+        right = (vectors * target).sum(1)  # (own,)
+        if metric.matrix is None:
+            fitted = right / (vectors * weighed).sum(1)
+        else:
+            fitted = self._solve(metric, self.workers.matmul(vectors, weighed.T), right, old)
+        return torch.where(torch.isfinite(fitted) & (fitted * old > 0), fitted, old)
+
+    def _solve(self, metric: Metric, products: Tensor, right: Tensor, old: Tensor) -> Tensor:
+        """Solve `(products o metric) scales = right`, scales that are 0 left out; the old ones if that fails."""
+        assert metric.matrix is not None
+        system, diagonal = products, products.diagonal() * metric.damping
+        system.mul_(metric.matrix).diagonal().add_(diagonal)
+        live = (old != 0).to(system.dtype)
         # Rows differ widely in size; with a unit diagonal float32 is enough for the factorization.
         unit = live / system.diagonal().clamp_min(torch.finfo(system.dtype).tiny).sqrt()
         system.mul_(unit[:, None]).mul_(unit).diagonal().add_(RIDGE + (1.0 - live))
         lower, failed = torch.linalg.cholesky_ex(system)
         if int(failed) != 0:
-            return input_scales
+            return old
         return torch.cholesky_solve((right * unit)[:, None], lower)[:, 0] * unit
 
+    def _weigh(self, matrix: Tensor, damped: bool) -> Tensor:
+        """H @ matrix @ G: (in, out) -> (in, out)."""
+        left = self.metric.apply(matrix, self.workers, damped)
+        return self.output_metric.apply(left.T, self.workers, damped).T
+
     def error(self, input_scales: Tensor, output_scales: Tensor) -> OutputError:
-        """The errors with these scales: tr(E^T H E) / tr(W^T H W) and |E|^2 / |W|^2; 0 for an all-zero weight."""
-        sums = torch.zeros(4, self.coded.shape[1], dtype=torch.float64)
+        """The errors with these scales: tr(E^T H E G) / tr(W^T H W G) and |E|^2 / |W|^2; 0 for an all-zero weight."""
+        error = self.weight - input_scales[:, None] * self.coded * output_scales
+        return OutputError(
+            _ratio(self._energy(error), self._energy(self.weight)),
+            _ratio(*(float(matrix.square().sum(dtype=torch.float64)) for matrix in (error, self.weight))),
+        )
 
-        def measure(block: slice) -> None:
-            weight = self.weight[:, block]
-            error = weight - input_scales[:, None] * self.coded[:, block] * output_scales[block]
-            parts = (error * self.metric.apply(error), weight * self.target[:, block], error.square(), weight.square())
-            sums[:, block] = torch.stack([part.sum(0, dtype=torch.float64) for part in parts]).cpu()
-
-        self.workers.each_block(self.coded.shape[1], measure)
-        output, output_norm, own, own_norm = sums.sum(1).tolist()
-        return OutputError(_ratio(output, output_norm), _ratio(own, own_norm))
+    def _energy(self, matrix: Tensor) -> float:
+        """tr(matrix^T H matrix G), undamped."""
+        return float((matrix * self._weigh(matrix, damped=False)).sum(dtype=torch.float64))
 
 
 def _ratio(error: float, norm: float) -> float:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock, local
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 BLOCK_COLUMNS = 512
+Job = TypeVar("Job")
 
 _lock = Lock()
 _inside = 0
@@ -79,8 +81,13 @@ class Workers:
 
     def each_block(self, columns: int, work: Callable[[slice], None]) -> None:
         """Run `work` on every block of columns; the blocks write to places of their own."""
-        blocks = [slice(start, min(start + BLOCK_COLUMNS, columns)) for start in range(0, columns, BLOCK_COLUMNS)]
-        done: Iterable[None] = map(work, blocks) if self._pool is None else self._pool.map(work, blocks)
+        self.each(
+            [slice(start, min(start + BLOCK_COLUMNS, columns)) for start in range(0, columns, BLOCK_COLUMNS)], work
+        )
+
+    def each(self, jobs: Iterable[Job], work: Callable[[Job], None]) -> None:
+        """Run `work` on every job; jobs write to places of their own."""
+        done: Iterable[None] = map(work, jobs) if self._pool is None else self._pool.map(work, jobs)
         for _ in done:
             pass
 

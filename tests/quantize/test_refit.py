@@ -94,3 +94,25 @@ def test_zero_weight_has_no_error() -> None:
     with Workers(1) as workers:
         error = ScaleFit(zero, torch.ones(16, 16), Metric(None), workers).error(torch.zeros(16), torch.zeros(16))
     assert (error.output, error.weight) == (0.0, 0.0)
+
+
+def test_both_steps_in_the_two_sided_metric() -> None:
+    """Against float64 least squares over all entries of `A (W - Q) B`, A^T A = H and B B^T = G (both damped)."""
+    weight, coded, input_scales, output_scales = (part[..., :80] for part in layer())
+    weight, coded, output_scales = weight[:40], coded[:40], output_scales[:80]
+    input_scales = layer()[2][:40]
+    matrices = [hessian_of(correlated_rows(300, size)).matrix for size in (40, 80)]
+    metrics = [Metric(matrix, 0.1 * float(matrix.diagonal().mean())) for matrix in matrices]
+    left, right = (torch.linalg.cholesky(damped(m.matrix, m.damping)).T for m in metrics)  # type: ignore[arg-type]
+    with Workers(1) as workers:
+        fit = ScaleFit(weight, coded, metrics[0], workers, metrics[1])
+        outputs, inputs = fit.fit_output(input_scales, output_scales), fit.fit_input(input_scales, output_scales)
+        first, second = fit.error(input_scales, output_scales), fit.error(*fit.refit(input_scales, output_scales))
+    target = (left @ weight.double() @ right.T).reshape(-1, 1)
+    for fitted, scaled, axes in (
+        (outputs, input_scales[:, None] * coded, "ki,in,mn->nkm"),
+        (inputs, coded * output_scales, "ki,in,mn->ikm"),
+    ):
+        terms = torch.einsum(axes, left, scaled.double(), right).flatten(1)
+        assert torch.allclose(fitted.double(), torch.linalg.lstsq(terms.T, target).solution[:, 0], rtol=1e-2)
+    assert second.output < 0.9 * first.output
