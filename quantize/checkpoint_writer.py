@@ -31,6 +31,7 @@ from quantize.tensor_directory import INDEX_NAME, SINGLE_NAME
 
 DEFAULT_SHARD_BYTES = 8 * 1024**3
 _HEADROOM_BYTES = 16 * 1024**2  # headers and JSON files
+_TEMPORARY_SUFFIX = ".partial"
 _RESERVED = (CONFIG_NAME, QUANTIZATION_NAME, INDEX_NAME)
 
 
@@ -72,7 +73,8 @@ class CheckpointWriter:
         parent = self.out_dir.parent
         with _writing(parent):
             self._made_parents = _make_parents(parent)
-            self._temporary = Path(tempfile.mkdtemp(prefix=f".{self.out_dir.name}.", suffix=".partial", dir=parent))
+            prefix = _temporary_prefix(self.out_dir)
+            self._temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=_TEMPORARY_SUFFIX, dir=parent))
         try:
             require_space(parent, self._expected_bytes)
         except BaseException:
@@ -138,6 +140,13 @@ class CheckpointWriter:
         self._temporary, self._made_parents = None, []
         return self.out_dir
 
+    def discard_leftovers(self) -> None:
+        """Remove what killed writers of the same `out_dir` left beside it. Only for a caller that knows it is alone."""
+        own = self._inside("").name
+        for path in self.out_dir.parent.glob(_temporary_prefix(self.out_dir) + "*" + _TEMPORARY_SUFFIX):
+            if path.name != own:
+                shutil.rmtree(path, ignore_errors=True)
+
     def _flush(self) -> None:
         """Write the pending tensors as one shard under a name that its number may still change."""
         if not self._pending:
@@ -180,6 +189,10 @@ class CheckpointWriter:
             if not any(parent.iterdir()):
                 parent.rmdir()
         self._made_parents = []
+
+
+def _temporary_prefix(out_dir: Path) -> str:
+    return f".{out_dir.name}."
 
 
 def check_destination(out_dir: Path, force: bool) -> None:

@@ -53,6 +53,13 @@ def quantize(
         str, typer.Option("--out-scales", help="Output channel scales: auto, always or never.")
     ] = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Seed of rows, anchors and sign flips.")] = 0,
+    work_dir: Annotated[
+        Path | None, typer.Option("--work-dir", help="Where finished steps are kept; beside --out by default.")
+    ] = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option("--resume/--restart", help="Continue an interrupted job, or throw away what it left."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing --out.")] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
@@ -82,9 +89,17 @@ def quantize(
         eval_rows=eval_rows,
         seed=seed,
         force=force,
+        work_dir=work_dir,
+        resume=resume is True,
+        restart=resume is False,
         device=device,
         dtype=dtype.value,
         threads=threads,
     )
-    report = quantize_drafter(settings, Reporter(quiet=quiet))
+    try:
+        report = quantize_drafter(settings, Reporter(quiet=quiet))
+    except (KeyboardInterrupt, SystemExit):
+        if settings.work_path.is_dir():
+            typer.echo(f"stopped; {settings.work_path} keeps what is finished: --resume continues", err=True)
+        raise
     typer.echo(report.to_json_text() if json_output else report.summary())

@@ -2,15 +2,18 @@
 
 Order: everything that can be refused is refused first (names, files, config, pairing, output directory), then the plan
 is shown, then rows -> accept length of the unquantized drafter -> Hessians -> one tensor after the other -> paired
-measurement -> files -> audit -> one rename. Nothing of the output exists under its final name before it is complete.
+measurement -> files -> audit -> one rename. Nothing of the output exists under its final name before it is complete,
+and every finished step is kept in the work directory, from where an interrupted job goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +23,15 @@ from exl3_dflash.conversion.output import audit_output, write_output
 from exl3_dflash.conversion.plan import QuantizationPlan, TensorPlan, describe, make_plan
 from exl3_dflash.conversion.report import CalibrationReport, QuantizeReport, TensorReport, package_versions
 from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.conversion.steps import (
+    pack_calibration,
+    pack_linear,
+    pack_rows,
+    unpack_calibration,
+    unpack_linear,
+    unpack_rows,
+)
+from exl3_dflash.conversion.work_directory import WorkDirectory
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.taps import DEFAULT_TAP_SHIFT
@@ -47,6 +59,7 @@ class _Inputs:
     checkpoint: DrafterCheckpoint
     target: Target | None
     target_path: Path | None
+    target_revision: str | None
     plan: QuantizationPlan
 
 
@@ -68,21 +81,52 @@ def quantize_drafter(settings: JobSettings, reporter: Reporter | None = None) ->
     torch.set_num_threads(settings.threads or default_threads())
     with CheckpointWriter(settings.out_dir, force=settings.force) as writer:
         inputs = _load_inputs(settings, reporter)
-        drafter = None
-        if inputs.target is not None:
-            drafter = DrafterModel.from_checkpoint(
-                inputs.checkpoint, dtype=inputs.target.dtype, device=inputs.target.device
-            )
-        rows = _load_rows(settings, inputs, reporter)
-        calibration = _calibrate(settings, inputs, drafter, rows, reporter)
-        quantized = _quantize_tensors(settings, inputs, calibration, reporter)
-        fidelity = _measure_pair(inputs, drafter, quantized, rows, reporter)
-        report = _report(settings, inputs, rows, calibration, quantized, fidelity)
-        write_output(writer, inputs.checkpoint, quantized, report)
-        report = replace(report, size_bytes=writer.tensor_bytes, seconds=round(time.perf_counter() - start, 2))
-        writer.add_file("quantize_report.json", report.to_json_text() + "\n")
-        writer.finish(check=lambda path: audit_output(path, inputs.checkpoint, quantized))
+        manifest = _manifest(settings, inputs)
+        with WorkDirectory(settings.work_path, manifest, resume=settings.resume, restart=settings.restart) as work:
+            writer.discard_leftovers()
+            report, quantized = _run_steps(settings, inputs, work, reporter)
+            write_output(writer, inputs.checkpoint, quantized, report)
+            report = replace(report, size_bytes=writer.tensor_bytes, seconds=round(time.perf_counter() - start, 2))
+            writer.add_file("quantize_report.json", report.to_json_text() + "\n")
+            writer.finish(check=lambda path: audit_output(path, inputs.checkpoint, quantized))
+            work.remove()
     return report
+
+
+def _manifest(settings: JobSettings, inputs: _Inputs) -> dict[str, Any]:
+    """What the job is: results of another one are not reused."""
+    facts = inputs.target.facts if inputs.target else None
+    return {
+        "settings": settings.binding(),
+        "cal_data_sha256": _file_digest(Path(settings.cal_data).expanduser()),
+        "source_sha256": inputs.checkpoint.sha256,
+        "target": facts and (facts.sha256 or inputs.target_revision or facts.name),
+        "versions": package_versions(),
+    }
+
+
+def _file_digest(path: Path) -> str | None:
+    """SHA-256 of a file; None where there is none (`default`, `chat`)."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _run_steps(
+    settings: JobSettings, inputs: _Inputs, work: WorkDirectory, reporter: Reporter
+) -> tuple[QuantizeReport, dict[str, QuantizedLinear]]:
+    """Everything between the checked inputs and the files."""
+    drafter = None
+    if inputs.target is not None:
+        drafter = DrafterModel.from_checkpoint(
+            inputs.checkpoint, dtype=inputs.target.dtype, device=inputs.target.device
+        )
+    rows = _load_rows(settings, inputs, work, reporter)
+    calibration = _calibrate(settings, inputs, drafter, rows, work, reporter)
+    quantized = _quantize_tensors(settings, inputs, calibration, work, reporter)
+    fidelity = _measure_pair(inputs, drafter, quantized, rows, reporter)
+    return _report(settings, inputs, rows, calibration, quantized, fidelity), quantized
 
 
 def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
@@ -95,7 +139,7 @@ def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
             fix="quantize the drafter it was made from",
         )
     plan = make_plan(checkpoint, settings)
-    target = target_path = None
+    target = target_path = revision = None
     if settings.target is not None:
         check_source(settings.cal_data)
         resolved = resolve(settings.target, "target")
@@ -104,15 +148,18 @@ def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
         reporter.note(f"loading the target {resolved.name}")
         dtype = choose_torch_dtype(settings.dtype)
         target = load_target(resolved.path, device=settings.device, dtype=dtype, name=resolved.name)
-        target_path = resolved.path
+        target_path, revision = resolved.path, resolved.revision
     reporter.note(describe(plan, settings, plan.estimate_seconds(settings.codebook, settings.threads)))
-    return _Inputs(source, checkpoint, target, target_path, plan)
+    return _Inputs(source, checkpoint, target, target_path, revision, plan)
 
 
-def _load_rows(settings: JobSettings, inputs: _Inputs, reporter: Reporter) -> RowSet | None:
+def _load_rows(settings: JobSettings, inputs: _Inputs, work: WorkDirectory, reporter: Reporter) -> RowSet | None:
     """Calibration and held-out rows; None without a target."""
     if inputs.target is None:
         return None
+    stored = work.load("rows")
+    if stored is not None:
+        return unpack_rows(stored)
     rows = load_rows(
         settings.cal_data,
         inputs.target,
@@ -125,17 +172,27 @@ def _load_rows(settings: JobSettings, inputs: _Inputs, reporter: Reporter) -> Ro
     )
     for note in rows.notes:
         reporter.note(f"note: {note}")
+    packed = pack_rows(rows)
+    work.save("rows", packed.tensors, packed.facts)
     return rows
 
 
 def _calibrate(
-    settings: JobSettings, inputs: _Inputs, drafter: DrafterModel | None, rows: RowSet | None, reporter: Reporter
+    settings: JobSettings,
+    inputs: _Inputs,
+    drafter: DrafterModel | None,
+    rows: RowSet | None,
+    work: WorkDirectory,
+    reporter: Reporter,
 ) -> Calibration | None:
     if settings.calibration == "none":
         return None
     assert drafter is not None
     assert rows is not None
     assert inputs.target is not None
+    stored = work.load("calibration")
+    if stored is not None:
+        return unpack_calibration(stored, inputs.target.device)
     accept_length = _accept_length(inputs.target, drafter, rows, reporter)
     with reporter.bar("calibrate", len(rows.rows), "row") as advance:
         calibration = calibrate(
@@ -158,6 +215,8 @@ def _calibrate(
             f"note: {calibration.dropped_rows} rows and {calibration.dropped_inputs} single inputs were not finite "
             "and were dropped"
         )
+    packed = pack_calibration(calibration)
+    work.save("calibration", packed.tensors, packed.facts)
     return calibration
 
 
@@ -178,14 +237,25 @@ def tensor_seed(seed: int, name: str) -> int:
 
 
 def _quantize_tensors(
-    settings: JobSettings, inputs: _Inputs, calibration: Calibration | None, reporter: Reporter
+    settings: JobSettings,
+    inputs: _Inputs,
+    calibration: Calibration | None,
+    work: WorkDirectory,
+    reporter: Reporter,
 ) -> dict[str, QuantizedLinear]:
     quantized: dict[str, QuantizedLinear] = {}
     total = sum(tensor.tiles for tensor in inputs.plan.quantized)
     with reporter.bar("quantize", total, "tile") as advance:
         for tensor in inputs.plan.quantized:
-            hessian = calibration.hessians.get(tensor.linear.group) if calibration else None
-            quantized[tensor.linear.name] = quantize_tensor(settings, inputs.checkpoint, tensor, hessian)
+            name = tensor.linear.name
+            stored = work.load(f"tensor-{name}")
+            if stored is not None:
+                quantized[name] = unpack_linear(stored)
+            else:
+                hessian = calibration.hessians.get(tensor.linear.group) if calibration else None
+                quantized[name] = quantize_tensor(settings, inputs.checkpoint, tensor, hessian)
+                packed = pack_linear(quantized[name])
+                work.save(f"tensor-{name}", packed.tensors, packed.facts)
             advance(tensor.tiles)
     return quantized
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from exl3_dflash.errors import Exl3DflashError
 from quantize.codebook import CODEBOOKS
@@ -31,6 +32,8 @@ class JobSettings:
         eval_rows: held-out rows on which the drafter is measured before and after; 0 measures nothing.
         seed: of rows, anchors and sign flips.
         force: replace an existing `out_dir`.
+        work_dir: where finished steps are kept while the job runs; beside `out_dir` if None.
+        resume, restart: continue an interrupted job, or throw away what it left.
         device, dtype, threads: where and in which type target and drafter run.
     """
 
@@ -48,9 +51,21 @@ class JobSettings:
     eval_rows: int = 32
     seed: int = 0
     force: bool = False
+    work_dir: Path | None = None
+    resume: bool = False
+    restart: bool = False
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
+
+    @property
+    def work_path(self) -> Path:
+        """The work directory."""
+        return self.work_dir or self.out_dir.parent / f"{self.out_dir.name}.work"
+
+    def binding(self) -> dict[str, Any]:
+        """The settings that make the result what it is, as plain data."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE_SETTINGS}
 
     def __post_init__(self) -> None:
         _check_choice("--codebook", self.codebook, CODEBOOKS)
@@ -71,6 +86,10 @@ class JobSettings:
                 expected="the target that the drafter was trained for",
                 fix="give --target, or --calibration none to quantize without calibration",
             )
+
+
+# Settings that do not change the result, or are known better (models by their digests): free when a job is resumed.
+FREE_SETTINGS = ("source", "target", "out_dir", "force", "work_dir", "resume", "restart", "threads")
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -169,18 +169,20 @@ def test_a_quantized_source_is_refused(capsys, pair, tmp_path: Path) -> None:
     assert not (tmp_path / "second").exists()
 
 
-def test_an_interrupted_job_leaves_nothing(capsys, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_job_keeps_only_its_finished_steps(
+    capsys, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("exl3_dflash.conversion.job.measure_fidelity", interrupt)
     target, drafter = pair
     data = target.parent / "text.txt"
-    code, _, _ = run(
-        capsys, "quantize", drafter, "--target", target, "--out", tmp_path / "sub" / "o", "--cal-data", data, "-q"
-    )
+    out = tmp_path / "sub" / "o"
+    code, _, stderr = run(capsys, "quantize", drafter, "--target", target, "--out", out, "--cal-data", data, "-q")
     assert code == 130
-    assert list(tmp_path.iterdir()) == []
+    assert "--resume continues" in stderr
+    assert [path.name for path in out.parent.iterdir()] == ["o.work"]
 
 
 def test_a_drafter_that_does_not_fit_is_refused_before_the_target_is_read(

@@ -1,0 +1,97 @@
+"""A job that is killed goes on where it was, and ends with the same bytes as an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tiny_drafter
+from tests.tiny_targets import make_tiny_llama
+
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command of a small job, without --out."""
+    folder = tmp_path_factory.mktemp("pair")
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, again and again.\n\n" * 60)
+    target, drafter = make_tiny_llama(folder / "target"), make_tiny_drafter(folder / "drafter", num_hidden_layers=1)
+    sizes = ["--cal-rows", "4", "--cal-cols", "64", "--eval-rows", "2", "--threads", "1", "--bits", "6"]
+    command = [sys.executable, "-m", "exl3_dflash", "quantize", str(drafter), "--target", str(target)]
+    return [*command, "--cal-data", str(text), *sizes, "-q"]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of an output; the report without its times."""
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}
+    report = json.loads(files["quantize_report.json"])
+    for part in (report, *report["tensors"]):
+        part.pop("seconds")
+    report.pop("out_dir")
+    return files | {"quantize_report.json": json.dumps(report).encode()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """An output, and the seconds it took."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    start = time.perf_counter()
+    subprocess.run([*job, "--out", str(folder / "out")], check=True, timeout=120)
+    seconds = time.perf_counter() - start
+    assert [path.name for path in folder.iterdir()] == ["out"], "the work directory is gone after success"
+    return folder / "out", seconds
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_killed_and_resumed_jobs_end_with_the_same_bytes(
+    job: list[str], undisturbed: tuple[Path, float], tmp_path: Path, number: int
+) -> None:
+    reference, seconds = undisturbed
+    out = tmp_path / "out"
+    running = subprocess.Popen([*job, "--out", str(out)])
+    time.sleep(seconds * (number + random.Random(number).random()) / KILLS)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    if not out.exists():
+        resume = ["--resume"] if (tmp_path / "out.work" / "manifest.json").exists() else []
+        subprocess.run([*job, "--out", str(out), *resume], check=True, timeout=120)
+    assert contents(out) == contents(reference)
+    leftovers = [path.name for path in tmp_path.iterdir() if path.name not in ("out", "out.work")]
+    assert leftovers == []
+
+
+def test_sigterm_leaves_no_output_and_says_how_to_go_on(job: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    running = subprocess.Popen([*job, "--out", str(out)], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out.work" / "rows.safetensors").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGTERM)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "--resume continues" in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
+
+
+def test_other_settings_are_not_resumed(job: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    running = subprocess.Popen([*job, "--out", str(out)])
+    while not (tmp_path / "out.work" / "rows.safetensors").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    other = subprocess.run(
+        [*job, "--out", str(out), "--resume", "--bits", "5"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert other.returncode == 1
+    assert "settings.bits was 6.0, is 5.0" in other.stderr
