@@ -24,6 +24,9 @@ DATA_FILES = (
     "exl3_dflash/demo/drafter/model.safetensors",
     "exl3_dflash/demo/heldout_prompts.jsonl",
     "calibration_data/prompts/chat.jsonl",
+    "model_cards/templates/drafter.md.jinja",
+    "model_cards/templates/family.md.jinja",
+    "model_cards/licenses.txt",
     "quantize/py.typed",
 )
 
