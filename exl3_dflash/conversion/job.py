@@ -48,6 +48,8 @@ from quantize.encoder import default_threads
 from quantize.hessian import Hessian
 from quantize.linear import QuantizedLinear, QuantSettings, decode_linear, quantize_linear
 
+MIN_ANCHORS_PER_ROW = 32
+HEAD_OPERATIONS_PER_ROW = 5e10  # about a second of a CPU
 UNQUANTIZED, QUANTIZED = "unquantized", "quantized"
 
 
@@ -225,7 +227,13 @@ def _accept_length(target: Target, drafter: DrafterModel, rows: RowSet, reporter
     if not rows.held_out:
         return 1.0
     with reporter.bar("measure unquantized", len(rows.held_out), "row") as advance:
-        result = measure_fidelity(target, {UNQUANTIZED: drafter}, rows.held_out, progress=lambda: advance(1))
+        result = measure_fidelity(
+            target,
+            {UNQUANTIZED: drafter},
+            rows.held_out,
+            anchors_per_row=anchors_per_row(drafter, target),
+            progress=lambda: advance(1),
+        )
     accept_length = result.drafters[0].accept_length
     reporter.note(f"unquantized: accept length {accept_length:.3f} over {result.anchors} held-out anchors")
     return accept_length
@@ -293,8 +301,19 @@ def _measure_pair(
         other.set_linear_weight(name, decode_linear(linear))
     with reporter.bar("measure quantized", len(rows.held_out), "row") as advance:
         return measure_fidelity(
-            inputs.target, {UNQUANTIZED: drafter, QUANTIZED: other}, rows.held_out, progress=lambda: advance(1)
+            inputs.target,
+            {UNQUANTIZED: drafter, QUANTIZED: other},
+            rows.held_out,
+            anchors_per_row=anchors_per_row(drafter, inputs.target),
+            progress=lambda: advance(1),
         )
+
+
+def anchors_per_row(drafter: DrafterModel, target: Target) -> int:
+    """Anchors measured per held-out row: as many as keep the head, by far the largest part, within bounds."""
+    config = drafter.config
+    head_operations = 2 * (config.block_size - 1) * target.facts.head_size * config.hidden_size
+    return max(MIN_ANCHORS_PER_ROW, int(HEAD_OPERATIONS_PER_ROW // head_operations))
 
 
 def _report(
