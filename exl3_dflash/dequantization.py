@@ -18,6 +18,7 @@ import torch
 from exl3_dflash.conversion.output import carried_files
 from exl3_dflash.conversion.report import package_versions
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
+from exl3_dflash.drafter.export import folded_config
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.resolve import resolve
 from exl3_dflash.progress import Reporter
@@ -84,7 +85,7 @@ def dequantize_drafter(
     with CheckpointWriter(out_dir, force=force, expected_bytes=expected) as writer:
         with reporter.bar("decode", len(names), "tensor") as advance:
             for name in names:
-                writer.add(name, _converted(checkpoint, name, DTYPES[dtype]))
+                writer.add(checkpoint.output_name(name), _converted(checkpoint, name, DTYPES[dtype]))
                 advance(1)
         for path in carried_files(model.path):
             if path.name not in DROPPED_FILES:
@@ -116,8 +117,9 @@ def _elements(checkpoint: DrafterCheckpoint, name: str) -> int:
 
 
 def _converted(checkpoint: DrafterCheckpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """One tensor in the file's orientation, rounded once to `dtype`."""
-    tensor = checkpoint.load(name).to(dtype).contiguous()
+    """One tensor in the file's orientation, rounded once to `dtype`; whole numbers (vocabulary maps) as they are."""
+    tensor = checkpoint.load(name).contiguous()
+    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
     if not torch.isfinite(tensor).all():
         raise Exl3DflashError(
             f"tensor {name} does not fit into {dtype}", "values below 65,504 in float16", "use --dtype bfloat16"
@@ -139,7 +141,7 @@ def _provenance(checkpoint: DrafterCheckpoint, name: str, revision: str | None, 
 
 
 def _config_text(checkpoint: DrafterCheckpoint, dtype: str, provenance: dict[str, Any]) -> str:
-    config = {key: value for key, value in checkpoint.config.raw.items() if key not in QUANTIZED_KEYS}
+    config = {key: value for key, value in folded_config(checkpoint.config).items() if key not in QUANTIZED_KEYS}
     return json.dumps({**config, "dtype": dtype, "exl3_dflash": provenance}, indent=4)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.config import SLIDING, DrafterConfig
-from exl3_dflash.drafter.dialects import NESTED_KEY
+from exl3_dflash.drafter.config_reader import NESTED_KEY
 from exl3_dflash.drafter.layout import HEAD
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.resolve import ResolvedModel
@@ -152,7 +152,10 @@ def _tensors(
     directory: TensorDirectory, linears: dict[str, StoredLinear], checkpoint: DrafterCheckpoint | None
 ) -> list[InspectedTensor]:
     """Quantized linears in order of name, then the rest."""
-    features = {spec.name: (spec.in_features, spec.out_features) for spec in checkpoint.linears} if checkpoint else {}
+    features = {}
+    if checkpoint is not None:
+        for spec in checkpoint.linears:
+            features[checkpoint.output_name(spec.name)] = (spec.in_features, spec.out_features)
     owned: set[str] = set()
     found = []
     for name, stored in linears.items():

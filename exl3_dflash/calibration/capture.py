@@ -18,7 +18,7 @@ import torch
 from exl3_dflash.calibration.anchors import sample_anchors
 from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.checkpoint import LinearSpec
-from exl3_dflash.drafter.layout import HEAD
+from exl3_dflash.drafter.layout import output_linears
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.modules import BLOCK, CONTEXT
 from exl3_dflash.drafter.taps import tap_layer_indices
@@ -144,8 +144,8 @@ def calibrate(
         elif len(anchors):
             with drafter.observe(capture):
                 hidden = drafter.forward_anchors(taps, drafter.block_embeddings(target, ids[anchors]), anchors)
-            if drafter.lm_head is not None:
-                capture(HEAD, BLOCK, hidden[:, 1:])  # what the head would read, without its (large) output
+            for name in output_linears(drafter.config, drafter.lm_head is not None):
+                capture(name, BLOCK, hidden[:, 1:])  # what they would read, without the head's (large) output
             used, tokens, anchors_seen = used + 1, tokens + len(ids), anchors_seen + len(anchors)
         progress()
     hessians = capture.finish(block_size / max(accept_length, 1.0))

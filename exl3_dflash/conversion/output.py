@@ -69,9 +69,9 @@ def write_output(
     for name in checkpoint.tensor_names():
         linear = name.rpartition(".")[0]
         if linear not in replaced:
-            writer.add(name, checkpoint.load(name))
+            writer.add(checkpoint.output_name(name), checkpoint.load(name))
         elif name.endswith(".weight"):
-            for stored_name, tensor in quantized[linear].tensors(linear).items():
+            for stored_name, tensor in quantized[linear].tensors(checkpoint.output_name(linear)).items():
                 writer.add(stored_name, tensor)
     for path in carried_files(checkpoint.directory.path):
         writer.add_file(path.name, path.read_bytes())
@@ -93,10 +93,11 @@ def audit_output(path: Path, checkpoint: DrafterCheckpoint, quantized: Mapping[s
     Raises:
         Exl3DflashError: a tensor is missing, unexpected, damaged, or decodes to another error than was reported.
     """
+    linears = {checkpoint.output_name(name): name for name in quantized}
     audit_directory(
         path,
-        expected=checkpoint.tensor_names(),
-        reference=lambda name: checkpoint.load(f"{name}.weight").float().T,
-        recorded_errors={name: linear.weight_error for name, linear in quantized.items()},
+        expected=map(checkpoint.output_name, checkpoint.tensor_names()),
+        reference=lambda name: checkpoint.load(f"{linears[name]}.weight").float().T,
+        recorded_errors={name: quantized[linear].weight_error for name, linear in linears.items()},
     )
     DrafterCheckpoint.open(path)

@@ -117,18 +117,20 @@ def make_plan(checkpoint: DrafterCheckpoint, settings: JobSettings) -> Quantizat
         copied_bytes=copied,
         source_bytes=checkpoint.directory.nbytes(),
         has_head=checkpoint.has_head,
-        loader_note=loader_note(checkpoint.config.hidden_size),
+        loader_note="; ".join(loader_notes(checkpoint)),
     )
 
 
 def copy_reason(linear: LinearSpec, hidden_size: int) -> str:
     """Why ExLlamaV3 needs this linear unquantized; empty if it can be quantized.
 
-    ExLlamaV3 1.6.5 pads the layers of a drafter to multiples of 128, with two exceptions (found by loading and running
-    its own code, see `tests/conformance`): `fc` is built without padding, and its fused q/k/v kernels write outputs of
-    the unpadded width.
+    ExLlamaV3 1.6.5 pads the layers of a drafter to multiples of 128, with three exceptions (found by loading and
+    running its own code, see `tests/conformance`): `fc` and head gates are built without padding, and its fused q/k/v
+    kernels write outputs of the unpadded width. Head gates have a few outputs only, so they are always copied.
     """
     kind = linear.name.rpartition(".")[2]
+    if kind == "g_proj":
+        return "ExLlamaV3 pads no head gates"
     if kind == "fc" and (linear.in_features % PAD_TO or linear.out_features % PAD_TO):
         return f"{linear.in_features} x {linear.out_features} is not a multiple of {PAD_TO} and ExLlamaV3 pads no fc"
     if kind in QKV and linear.out_features % PAD_TO and hidden_size % PAD_TO == 0:
@@ -136,14 +138,24 @@ def copy_reason(linear: LinearSpec, hidden_size: int) -> str:
     return ""
 
 
-def loader_note(hidden_size: int) -> str:
-    """What ExLlamaV3 cannot do with a drafter of this width; empty if nothing."""
-    if hidden_size % PAD_TO == 0:
-        return ""
-    return (
-        f"hidden size {hidden_size} is not a multiple of {PAD_TO}: ExLlamaV3 1.6.5 loads such a DFlash drafter but "
-        "cannot run it, quantized or not (its MLP output is not trimmed); exl3-dflash's own engine runs it"
-    )
+def loader_notes(checkpoint: DrafterCheckpoint) -> tuple[str, ...]:
+    """What ExLlamaV3 cannot do with this drafter, or does differently; exl3-dflash's own engine runs all of it."""
+    config, notes = checkpoint.config, []
+    if not config.dialect.in_exllamav3:
+        notes.append(f"ExLlamaV3 1.6.5 has no class for {config.dialect.title}; exl3-dflash's own engine runs it")
+        return tuple(notes)
+    if config.hidden_size % PAD_TO:
+        notes.append(
+            f"hidden size {config.hidden_size} is not a multiple of {PAD_TO}: ExLlamaV3 1.6.5 loads such a DFlash "
+            "drafter but cannot run it, quantized or not (its MLP output is not trimmed); exl3-dflash's own engine "
+            "runs it"
+        )
+    own = [name for name, there in (("embedding", checkpoint.has_embedding), ("head", checkpoint.has_head)) if there]
+    if own:
+        notes.append(f"ExLlamaV3 1.6.5 uses the target's {' and '.join(own)}, not the drafter's own")
+    if config.input_embedding_scale != 1.0 and config.convolutions is None:
+        notes.append("ExLlamaV3 1.6.5 reads input_embedding_scale of DFlash 2 drafters only")
+    return tuple(notes)
 
 
 def _plan_linear(checkpoint: DrafterCheckpoint, linear: LinearSpec, settings: JobSettings) -> TensorPlan:

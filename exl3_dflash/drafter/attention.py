@@ -8,6 +8,9 @@ sits at position a + i and sees (q, k positions; W window):
 
 Several anchors of one token row share the context and are kept apart by the mask, which is how calibration and
 measurement run; generation is the case C = 1, where most layers need no mask at all.
+
+Two variants: a sink is a learned score per query head that takes part in the softmax without a value behind it, so that
+the weights of the keys sum to less than one; a head gate multiplies the output of each query head by softplus(g x).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch.nn import functional
 
 from exl3_dflash.drafter.cache import DrafterCache
 from exl3_dflash.drafter.config import DrafterConfig
+from exl3_dflash.drafter.layout import SINKS
 from exl3_dflash.drafter.modules import BLOCK, CONTEXT, Observer, RMSNorm, TracedLinear
 from exl3_dflash.drafter.rope import rotate
 
@@ -58,8 +62,35 @@ def block_mask(
     return torch.cat([sees_context, sees_block], dim=1)
 
 
+def attend_with_sinks(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Attention whose softmax also counts a sink.
+
+    Args:
+        queries: (heads, T, hd).
+        keys, values: (heads, S, hd).
+        mask: bool (T, S), True where visible.
+        sinks: (heads, T), scores of the sinks, in the type the softmax is computed in.
+
+    Returns:
+        (heads, T, hd) in the type of the values.
+    """
+    scores = (queries @ keys.transpose(1, 2)).to(sinks.dtype) * queries.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = torch.cat([scores, sinks[..., None]], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(values.dtype) @ values
+
+
 class DrafterAttention(nn.Module):
-    """Grouped-query attention with normed and rotated heads; keys come from the context and from the block."""
+    """Grouped-query attention with normed and rotated heads; keys come from the context and from the block.
+
+    Attributes:
+        attention_sink_bias: (nh,), or None without sinks.
+    """
+
+    attention_sink_bias: torch.Tensor | None
 
     def __init__(self, config: DrafterConfig, index: int, observer: Observer) -> None:
         super().__init__()
@@ -73,6 +104,8 @@ class DrafterAttention(nn.Module):
         self.k_proj = TracedLinear(f"{prefix}.k_proj", observer)
         self.v_proj = TracedLinear(f"{prefix}.v_proj", observer)
         self.o_proj = TracedLinear(f"{prefix}.o_proj", observer)
+        self.g_proj = TracedLinear(f"{prefix}.g_proj", observer) if config.dialect.head_gates else None
+        self.register_buffer(SINKS, None)
         self.q_norm = RMSNorm(config.rms_norm_eps)
         self.k_norm = RMSNorm(config.rms_norm_eps)
 
@@ -102,13 +135,17 @@ class DrafterAttention(nn.Module):
         groups = queries.shape[1] // self.num_kv_heads
         # The query heads of a K/V head become further rows, so that its keys are read once and never repeated.
         queries = queries.to(keys.dtype).view(rows, self.num_kv_heads, groups, self.head_dim).permute(1, 2, 0, 3)
-        attended = functional.scaled_dot_product_attention(
-            queries.reshape(1, self.num_kv_heads, groups * rows, self.head_dim),
-            keys[None],
-            values[None],
-            attn_mask=None if mask is None else mask.repeat(groups, 1),
-        )
+        queries = queries.reshape(1, self.num_kv_heads, groups * rows, self.head_dim)
+        mask = None if mask is None else mask.repeat(groups, 1)
+        if self.attention_sink_bias is None:
+            attended = functional.scaled_dot_product_attention(queries, keys[None], values[None], attn_mask=mask)
+        else:
+            sinks = self.attention_sink_bias.view(self.num_kv_heads, groups, 1).expand(-1, -1, rows).flatten(1)
+            attended = attend_with_sinks(queries[0], keys, values, mask, sinks)
         attended = attended.view(self.num_kv_heads, groups, rows, self.head_dim).permute(2, 0, 1, 3)
+        if self.g_proj is not None:
+            gates = functional.softplus(self.g_proj(x, BLOCK).to(attended.dtype))  # (T, nh)
+            attended = attended * gates.view(rows, self.num_kv_heads, groups, 1)
         return self.o_proj(attended.reshape(rows, -1), BLOCK)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

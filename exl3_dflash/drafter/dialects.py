@@ -1,38 +1,76 @@
-"""How the trainers of DFlash drafters write config.json, and what of it this version can run.
+"""The members of the DFlash family: what distinguishes each, and what of the family cannot be run.
 
-The same fact has several names and two places: the `dflash_config` object (first release) and the top level (later
-ones). `ConfigReader` looks in both, for every name of a fact, treats null as absent, and refuses two different answers,
-because engines disagree about which of them wins. The tables below list the settings and tensors of the wider DFlash
-family whose meaning this version does not compute; each is refused by name, since running a drafter without one of them
-costs acceptance silently (the target still verifies every token).
+A `Dialect` is one way in which trainers write a drafter: its class name, the names of its tensors, and the few switches
+of its forward pass. Everything else is a setting that any dialect may have (window, causality, biases, sinks, V scale,
+RoPE, own embedding or head). The second half lists settings, classes and tensors whose meaning is not computed here;
+each is refused by name, since running a drafter without one of them costs acceptance silently (the target still
+verifies every token).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from exl3_dflash.drafter.config_reader import LAYER_CONFIG_KEY, ConfigReader
 from exl3_dflash.errors import Exl3DflashError
 
-SUPPORTED_ARCHITECTURE = "DFlashDraftModel"
-NESTED_KEY = "dflash_config"
+SPECULATORS_KEY = "speculators_model_type"
 
-OTHER_ARCHITECTURES: Mapping[str, str] = {
-    "DFlash2DraftModel": "DFlash 2: dynamic convolutions and a candidate selector",
-    "DFlashLagunaForCausalLM": "Laguna: fused qkv, head gates and a norm per tap",
-    "MuseGlimmerAssistantModel": "Muse-Glimmer: its own tensor and key names",
-}
 
-_ARCHITECTURE_FAMILIES = (
-    (re.compile(r"dspark", re.I), "DSpark: Markov and confidence heads"),
-    (re.compile(r"domino", re.I), "Domino: a recurrent correction of the logits"),
-    (re.compile(r"dflash-?2|dflash_v2", re.I), "DFlash 2: dynamic convolutions and a candidate selector"),
-    (re.compile(r"laguna", re.I), "Laguna: fused qkv, head gates and a norm per tap"),
-    (re.compile(r"glimmer", re.I), "Muse-Glimmer: its own tensor and key names"),
-    (re.compile(r"speculator", re.I), "the speculators format: its own layer config, head and reduced vocabulary"),
+@dataclass(frozen=True)
+class Dialect:
+    """One member of the family.
+
+    Attributes:
+        name: the class in `architectures`.
+        title: for messages.
+        in_exllamav3: whether ExLlamaV3 has a class that loads it.
+        stored_prefixes: (prefix in the files, canonical prefix) of tensors that are named otherwise.
+        causal: block causality of all layers where the config does not say; None follows the layer type.
+        norm_per_tap: each tap has a norm of its own before `fc` (`aux_hidden_norms.i`).
+        context_is_normed: context rows get each layer's input_layernorm before its K and V.
+        head_gates: attention output is multiplied by softplus(g_proj x), one gate per head.
+        convolutions: dynamic convolutions around each sublayer, and a candidate selector (DFlash 2).
+    """
+
+    name: str
+    title: str
+    in_exllamav3: bool = True
+    stored_prefixes: tuple[tuple[str, str], ...] = ()
+    causal: bool | None = None
+    norm_per_tap: bool = False
+    context_is_normed: bool = False
+    head_gates: bool = False
+    convolutions: bool = False
+
+
+DFLASH = Dialect("DFlashDraftModel", "DFlash")
+DFLASH2 = Dialect("DFlash2DraftModel", "DFlash 2", convolutions=True)
+LAGUNA = Dialect(
+    "DFlashLagunaForCausalLM",
+    "DFlash for Laguna",
+    causal=True,
+    norm_per_tap=True,
+    context_is_normed=True,
+    head_gates=True,
+)
+MUSE_GLIMMER = Dialect(
+    "MuseGlimmerAssistantModel",
+    "Muse-Glimmer assistant",
+    stored_prefixes=(("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm")),
+)
+SPECULATORS = Dialect("DFlashSpeculator", "DFlash in the speculators format", in_exllamav3=False)
+
+DIALECTS: Mapping[str, Dialect] = {d.name: d for d in (DFLASH, DFLASH2, LAGUNA, MUSE_GLIMMER, SPECULATORS)}
+
+_DOMINO = "Domino: a recurrent head corrects the logits token by token, which neither ExLlamaV3 nor this engine runs"
+_DSPARK = "DSpark: Markov and confidence heads sample from the anchor's row on, which this engine does not run"
+_REFUSED_FAMILIES = (
+    (re.compile(r"dspark", re.I), _DSPARK),
+    (re.compile(r"domino", re.I), _DOMINO),
 )
 
 
@@ -46,172 +84,92 @@ class UnsupportedKey:
 
 
 UNSUPPORTED_KEYS = (
-    UnsupportedKey("attention_sink_bias", (False,), "attention sinks"),
-    UnsupportedKey("add_swa_attention_sink_bias", (False,), "attention sinks"),
-    UnsupportedKey("attention_value_scale", (1,), "a scale on V"),
-    UnsupportedKey("input_embedding_scale", (1,), "an embedding scale of its own"),
-    UnsupportedKey("output_multiplier", (1,), "a multiplier on its output"),
     UnsupportedKey("attn_logit_softcapping", (), "a softcap on attention scores"),
-    UnsupportedKey("gating", (False, "none"), "gates on attention heads"),
     UnsupportedKey("norm_before_fc", (False,), "norms on the taps before fc"),
-    UnsupportedKey("causal_head", (False,), "a causal head"),
+    UnsupportedKey("projector_type", ("dflash",), _DOMINO),
+    UnsupportedKey("shift_label", (False,), _DOMINO),
     UnsupportedKey("sample_from_anchor", (False,), "sampling from the anchor's row (DSpark, Domino)"),
     UnsupportedKey("markov_rank", (0,), "a Markov head (DSpark)"),
     UnsupportedKey("markov_head_type", ("none",), "a Markov head (DSpark)"),
     UnsupportedKey("dspark_markov_rank", (0,), "a Markov head (DSpark)"),
     UnsupportedKey("dspark_fixup_head_type", ("none",), "a correction head (DSpark)"),
     UnsupportedKey("enable_confidence_head", (False,), "a confidence head (DSpark)"),
-    UnsupportedKey("selector_rank", (0,), "a candidate selector (DFlash 2)"),
-    UnsupportedKey("conv_kernel_size", (0,), "dynamic convolutions (DFlash 2)"),
     UnsupportedKey("hidden_act", ("silu", "swish"), "an activation other than SiLU"),
     UnsupportedKey("mlp_bias", (False,), "biases in the MLP"),
     UnsupportedKey("is_neox_style", (True,), "interleaved RoPE"),
 )
+# Settings that only one dialect gives a meaning: refused elsewhere, where its tensors would be missing anyway.
+_GATES = UnsupportedKey("gating", (False, "none"), "gates on attention heads (Laguna)")
+_CONVOLUTIONS = (
+    UnsupportedKey("selector_rank", (0,), "a candidate selector (DFlash 2)"),
+    UnsupportedKey("conv_kernel_size", (0,), "dynamic convolutions (DFlash 2)"),
+)
 
-# Tensors of the family that a v1 drafter does not have: pattern on the canonical name -> what it is for.
+# Tensors of the family that the drafter at hand has no place for: pattern on the canonical name -> what it is for.
 UNSUPPORTED_TENSORS = tuple(
     (re.compile(pattern), feature)
     for pattern, feature in (
-        (r"\battention_sink_bias$|\bsinks$", "attention sinks"),
+        (r"\battention_sink_bias$|\bsinks$", "attention sinks, which its config.json does not announce"),
         (r"\b(attention_conv|mlp_conv)\.", "dynamic convolutions (DFlash 2)"),
         (r"\bcandidate_selector\.", "a candidate selector (DFlash 2)"),
-        (r"^(d2t|t2d)$", "a reduced draft vocabulary"),
-        (r"\bqkv_proj\.", "fused qkv projections (Laguna)"),
+        (r"\bqkv_proj\.", "fused q, k and v of other sizes than config.json says"),
         (r"\bg_proj\.", "gates on attention heads (Laguna)"),
         (r"^aux_hidden_norms?\.|^(aux|tap)_norms?\.", "a norm per tap (Laguna)"),
         (r"^encoder\.", "the Muse-Glimmer encoder"),
         (r"markov", "a Markov head (DSpark)"),
         (r"confidence", "a confidence head (DSpark)"),
-        (r"domino|correction_head|\bgru\b", "a correction of the logits (Domino)"),
+        (r"domino|correction_head|\b(prefix_)?gru\b|\bembed_proj\b", "a correction of the logits (Domino)"),
     )
 )
 
 
-class ConfigReader:
-    """Typed access to a drafter's config.json through both places and all names of a fact.
+def find_dialect(raw: Mapping[str, Any]) -> Dialect:
+    """The dialect of a config.json.
 
     Raises:
-        Exl3DflashError: from every method, naming the key: two places that disagree, a wrong type, a value out of
-            range, or (without a `default`) a key that is nowhere.
+        Exl3DflashError: no drafter, or a member of the family that cannot be run, named with the reason.
     """
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        nested = raw.get(NESTED_KEY)
-        if nested is not None and not isinstance(nested, Mapping):
-            raise Exl3DflashError(f"{NESTED_KEY} in config.json is {nested!r}", expected="an object")
-        self._places: tuple[tuple[str, Mapping[str, Any]], ...] = ((f"{NESTED_KEY}.", nested or {}), ("", raw))
-
-    def entries(self, *names: str) -> list[tuple[str, Any]]:
-        """Every (path, value) under which the fact is given, in the order of preference; nulls are left out."""
-        return [(p + n, place[n]) for p, place in self._places for n in names if place.get(n) is not None]
-
-    def value(self, *names: str) -> Any:
-        """The fact's value, or None; names are synonyms."""
-        found = self.entries(*names)
-        for path, other in found[1:]:
-            if other != found[0][1]:
-                raise Exl3DflashError(
-                    f"config.json says {found[0][0]} = {found[0][1]!r} but {path} = {other!r}",
-                    expected="one value",
-                    fix="remove the wrong one",
-                )
-        return found[0][1] if found else None
-
-    def integer(self, *names: str, default: Any = ..., minimum: int = 1) -> Any:
-        """A whole number of at least `minimum`."""
-        value = self._present(names, default)
-        if value is None:
-            return None
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not numeric or value != int(value) or value < minimum:
-            raise self._wrong(names, value, f"a whole number of at least {minimum}")
-        return int(value)
-
-    def number(self, *names: str, default: Any = ...) -> Any:
-        """A positive finite number."""
-        value = self._present(names, default)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise self._wrong(names, value, "a number above 0")
-        return float(value)
-
-    def boolean(self, *names: str, default: Any = ...) -> Any:
-        """true or false."""
-        value = self._present(names, default)
-        if value is not None and not isinstance(value, bool):
-            raise self._wrong(names, value, "true, false or null")
-        return value
-
-    def integers(self, *names: str, default: Any = ...) -> Any:
-        """A list of whole numbers, as a tuple."""
-        value = self._present(names, default)
-        if value is None:
-            return None
-        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-            raise self._wrong(names, value, "a list of whole numbers")
-        return tuple(value)
-
-    def _present(self, names: tuple[str, ...], default: Any) -> Any:
-        value = self.value(*names)
-        if value is None and default is ...:
-            raise Exl3DflashError(
-                f"config.json has no {names[0]!r}, neither in {NESTED_KEY} nor at the top level",
-                expected="a value: no default is right for every drafter",
-                fix=f"add {names[0]} as the drafter was trained with it",
-            )
-        return default if value is None else value
-
-    def _wrong(self, names: tuple[str, ...], value: Any, expected: str) -> Exl3DflashError:
-        path = self.entries(*names)[0][0]
-        return Exl3DflashError(f"{path} in config.json is {value!r}", expected=expected)
-
-
-def check_architecture(raw: Mapping[str, Any]) -> None:
-    """Accept `DFlashDraftModel`; refuse everything else by name.
-
-    Raises:
-        Exl3DflashError: another or no architecture, or the speculators format.
-    """
-    if raw.get("speculators_model_type") is not None or raw.get("transformer_layer_config") is not None:
-        kind = raw.get("speculators_model_type", "unnamed")
-        raise _unsupported(f"a {kind!r} drafter in the speculators format (own head, reduced vocabulary)")
     architectures = raw.get("architectures")
-    if architectures == [SUPPORTED_ARCHITECTURE]:
-        return
+    if raw.get(SPECULATORS_KEY) is not None or raw.get(LAYER_CONFIG_KEY) is not None:
+        kind = raw.get(SPECULATORS_KEY)
+        if kind != "dflash":
+            raise _unsupported(f"a speculators drafter of type {kind!r}{_reason(str(kind))}")
+        return SPECULATORS
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         raise Exl3DflashError(
             f"'architectures' in config.json is {architectures!r}",
-            expected=f'["{SUPPORTED_ARCHITECTURE}"]',
+            expected=f"one of {', '.join(DIALECTS)}",
             fix="give the directory of a DFlash drafter",
         )
     name = architectures[0]
-    feature = OTHER_ARCHITECTURES.get(name)
-    if feature is None:
-        feature = next((text for pattern, text in _ARCHITECTURE_FAMILIES if pattern.search(name)), None)
-    if feature is not None:
-        raise _unsupported(f"architecture {name} ({feature})")
+    if name in DIALECTS and name != SPECULATORS.name:
+        return DIALECTS[name]
+    if _reason(name):
+        raise _unsupported(f"architecture {name}{_reason(name)}")
     raise Exl3DflashError(
         f"architecture {name} is not a DFlash drafter",
-        expected=SUPPORTED_ARCHITECTURE,
+        expected=f"one of {', '.join(DIALECTS)}",
         fix="give the drafter's directory, not the target's",
     )
 
 
-def check_features(reader: ConfigReader, vocab_size: int) -> None:
-    """Refuse settings whose meaning this version does not compute, all in one error.
+def check_features(reader: ConfigReader, dialect: Dialect) -> None:
+    """Refuse settings whose meaning is not computed, all in one error.
 
     Raises:
         Exl3DflashError: naming every such key, its value and the feature.
     """
+    keys = [*UNSUPPORTED_KEYS]
+    keys += () if dialect.head_gates else (_GATES,)
+    keys += () if dialect.convolutions else _CONVOLUTIONS
     problems = []
-    for key in UNSUPPORTED_KEYS:
+    for key in keys:
         for path, value in reader.entries(key.name):
             if value not in key.neutral:
                 problems.append(f"{path} = {value!r} ({key.feature})")
-    for path, value in reader.entries("draft_vocab_size"):
-        if value != vocab_size:
-            problems.append(f"{path} = {value!r} (a reduced draft vocabulary of {vocab_size})")
+    for path, value in reader.entries("gating") if dialect.head_gates else ():
+        if value != "per-head":
+            problems.append(f"{path} = {value!r} (gates other than one per head)")
     for path, value in reader.entries("quantization_config"):
         method = value.get("quant_method") if isinstance(value, Mapping) else value
         if method != "exl3":
@@ -225,9 +183,14 @@ def tensor_feature(name: str) -> str | None:
     return next((feature for pattern, feature in UNSUPPORTED_TENSORS if pattern.search(name)), None)
 
 
+def _reason(name: str) -> str:
+    """Why a member of the family by that name is refused, in brackets; empty if it is none."""
+    return next((f" ({text})" for pattern, text in _REFUSED_FAMILIES if pattern.search(name)), "")
+
+
 def _unsupported(what: str) -> Exl3DflashError:
     return Exl3DflashError(
         f"this version does not support {what}",
-        expected=f"a DFlash v1 drafter ({SUPPORTED_ARCHITECTURE})",
-        fix="use a DFlash v1 drafter of the same target",
+        expected=f"a drafter of one of the classes {', '.join(DIALECTS)}",
+        fix="use a DFlash drafter of the same target",
     )

@@ -1,9 +1,12 @@
-"""The DFlash v1 drafter in torch: context cache, block forward for generation, many-anchors forward for calibration.
+"""The DFlash drafter in torch: context cache, block forward for generation, many-anchors forward for calibration.
 
     ctx = hidden_norm(fc(taps of rows 0..a-1));   x = [embedding of the anchor a, mask row x (B-1)] at a..a+B-1
     per layer   n = input_layernorm(x);  q from n;  k, v from [ctx ; n], ctx without input_layernorm
                 x += o(attention(q, k, v));  x += down(silu(gate m) * up m),  m = post_attention_layernorm(x)
     h = norm(x);  row k of h predicts the token at position a + k
+
+What the dialects change (`drafter.dialects`): DFlash 2 wraps both sublayers in convolutions (`drafter.convolution`) and
+chooses proposals with a selector (`drafter.selector`); Laguna norms each tap before fc and the context in every layer.
 
 Context K/V is computed once per token and kept (`DrafterCache`); block K/V is not. Both forwards run the same code: the
 block forward is the many-anchors forward with one anchor. Inputs and results are FP32 (FP64 in a float64 model),
@@ -14,18 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from exl3_dflash.drafter.attention import DrafterAttention, block_mask, first_visible
+from exl3_dflash.drafter.attention import block_mask, first_visible
 from exl3_dflash.drafter.cache import DrafterCache
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.config import DrafterConfig
-from exl3_dflash.drafter.layout import EMBEDDING, HEAD, MASK_EMBEDDING
+from exl3_dflash.drafter.layer import DrafterLayer
+from exl3_dflash.drafter.layout import (
+    CODEBOOKS,
+    DRAFT_TO_TARGET,
+    EMBEDDING,
+    HEAD,
+    MASK_EMBEDDING,
+    TARGET_TO_DRAFT,
+)
 from exl3_dflash.drafter.modules import BLOCK, CONTEXT, InputCallback, Observer, RMSNorm, TracedLinear
 from exl3_dflash.drafter.rope import RotaryTable
+from exl3_dflash.drafter.selector import CandidateSelector, Proposal
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target.base import Target
 
@@ -33,33 +45,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 MASK_ELEMENTS = 1 << 20  # of the largest attention mask of a chunk of anchors, before it is repeated for query heads
 
 
-class DrafterMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, index: int, observer: Observer) -> None:
-        super().__init__()
-        self.gate_proj = TracedLinear(f"layers.{index}.mlp.gate_proj", observer)
-        self.up_proj = TracedLinear(f"layers.{index}.mlp.up_proj", observer)
-        self.down_proj = TracedLinear(f"layers.{index}.mlp.down_proj", observer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (T, H) to (T, H)."""
-        return self.down_proj(functional.silu(self.gate_proj(x, BLOCK)) * self.up_proj(x, BLOCK), BLOCK)
-
-
-class DrafterLayer(nn.Module):
-    """One draft layer."""
-
-    def __init__(self, config: DrafterConfig, index: int, observer: Observer) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.rms_norm_eps)
-        self.self_attn = DrafterAttention(config, index, observer)
-        self.mlp = DrafterMLP(index, observer)
-
-
 class DrafterModel(nn.Module):
-    """A DFlash v1 drafter. Made by `from_checkpoint`.
+    """A DFlash drafter. Made by `from_checkpoint`.
 
     Attributes:
         config: its config.
@@ -77,9 +64,15 @@ class DrafterModel(nn.Module):
         self._rotary = RotaryTable(config.rope, config.head_dim, self._wide, device)
         self.fc = TracedLinear("fc", self._observer)
         self.hidden_norm = RMSNorm(config.rms_norm_eps)
+        taps = len(config.target_layer_ids) if config.dialect.norm_per_tap else 0
+        self.aux_hidden_norms = nn.ModuleList(RMSNorm(config.rms_norm_eps) for _ in range(taps))
         self.layers = nn.ModuleList(DrafterLayer(config, i, self._observer) for i in range(config.num_layers))
         self.norm = RMSNorm(config.rms_norm_eps)
+        self.candidate_selector: CandidateSelector | None = None
+        if config.convolutions is not None:
+            self.candidate_selector = CandidateSelector(config.convolutions.selector_top_k, self._observer)
         self.lm_head: TracedLinear | None = None
+        self._token_ids: torch.Tensor | None = None  # target ids (D,) of the head's rows
         self._embedding: torch.Tensor | None = None
         self._mask_embedding: torch.Tensor | None = None
 
@@ -106,8 +99,11 @@ class DrafterModel(nn.Module):
         model = cls(checkpoint.config, dtype, torch.device(device))
         if checkpoint.has_head:
             model.lm_head = TracedLinear(HEAD, model._observer)
+        token_ids = checkpoint.draft_token_ids()
+        model._token_ids = None if token_ids is None else token_ids.to(model.device)
         for name in checkpoint.tensor_names():
-            model._assign(name, checkpoint.load(name))
+            if name not in (DRAFT_TO_TARGET, TARGET_TO_DRAFT):
+                model._assign(name, checkpoint.load(name))
         return model.eval()
 
     def _assign(self, name: str, tensor: torch.Tensor) -> None:
@@ -118,7 +114,8 @@ class DrafterModel(nn.Module):
         else:
             path, _, attribute = name.rpartition(".")
             module = self.get_submodule(path)
-            dtype = self._wide if isinstance(module, RMSNorm) else self.dtype
+            dtype = self.dtype if isinstance(module, TracedLinear) else self._wide
+            dtype = tensor.dtype if name in CODEBOOKS else dtype
             setattr(module, attribute, tensor.to(self.device, dtype).contiguous())
 
     def set_linear_weight(self, name: str, weight: torch.Tensor) -> None:
@@ -149,11 +146,18 @@ class DrafterModel(nn.Module):
         """Append the context rows of `taps (T, K * Ht)`, the target's features of positions length..length+T-1."""
         stop = cache.length + taps.shape[0]
         cache.reserve(stop)
-        context = self.hidden_norm(self.fc(taps.to(self.device), CONTEXT))  # (T, H)
+        context = self.hidden_norm(self.fc(self._normed_taps(taps.to(self.device)), CONTEXT))  # (T, H)
         cos, sin = self._rotary.at(torch.arange(cache.length, stop, device=self.device), stop)
         for layer in self._layers():
-            layer.self_attn.extend(context, cos, sin, cache)
+            layer.extend(context, cos, sin, cache)
         cache.length = stop
+
+    def _normed_taps(self, taps: torch.Tensor) -> torch.Tensor:
+        """taps (T, K * Ht), each tap under its own norm where the dialect has them."""
+        if not self.aux_hidden_norms:
+            return taps
+        parts = taps.chunk(len(self.aux_hidden_norms), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self.aux_hidden_norms, parts, strict=True)], dim=-1)
 
     def draft(self, cache: DrafterCache, embeddings: torch.Tensor, start: int) -> torch.Tensor:
         """One block forward: `embeddings (B', H)` of [anchor, mask, ...] to the final normed hidden state (B', H).
@@ -215,8 +219,11 @@ class DrafterModel(nn.Module):
             kind = (attention.window, attention.causal)
             if kind not in masks:
                 masks[kind] = block_mask(anchors, rows, first, high, *kind)
-            x = x + attention(layer.input_layernorm(x), cos, sin, cache, first, high, masks[kind])
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = layer(
+                x,
+                rows,
+                partial(attention, cos=cos, sin=sin, cache=cache, first=first, end=high, mask=masks[kind]),
+            )
         return self.norm(x).view(count, rows, width)
 
     def block_embeddings(self, target: Target, anchors: torch.Tensor, rows: int | None = None) -> torch.Tensor:
@@ -240,16 +247,47 @@ class DrafterModel(nn.Module):
 
     def _embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
         if self._embedding is not None:
-            return self._embedding[ids.to(self.device)].to(self._wide)
-        return target.embed(ids.to(target.device)).to(self.device, self._wide)
+            rows = self._embedding[ids.to(self.device)].to(self._wide)
+        else:
+            rows = target.embed(ids.to(target.device)).to(self.device, self._wide)
+        scale = self.config.input_embedding_scale
+        return rows if scale == 1.0 else rows * scale
 
     def logits(self, target: Target, hidden: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states (..., H) to logits (..., V), by the drafter's own head or by the target's."""
-        if self.lm_head is None:
+        """Normed hidden states (..., H) to logits (..., D), by the drafter's own head or by the target's.
+
+        A drafter that states its own scale or softcap (DFlash 2, or one with its own head) has them applied to the
+        bare output matrix; any other takes the target's head with all that the target does behind it.
+        """
+        scale, cap = self.config.output_multiplier, self.config.final_logit_softcap
+        if self.lm_head is not None:
+            scores = self.lm_head(hidden, BLOCK).to(self._wide)
+        elif scale == 1.0 and (cap is None or self.candidate_selector is None):
             return target.head(hidden.to(target.device))
-        scores = self.lm_head(hidden, BLOCK).to(self._wide)
-        cap = self.config.final_logit_softcap
+        else:
+            scores = target.output_matrix(hidden.to(target.device))
+        scores = scores if scale == 1.0 else scores * scale
         return scores if cap is None else cap * torch.tanh(scores / cap)
+
+    def propose(self, target: Target, anchors: torch.Tensor, hidden: torch.Tensor) -> Proposal:
+        """The tokens that the drafter proposes.
+
+        Args:
+            target: lends its head where the drafter has none.
+            anchors: token ids of the anchors, int64 (N,).
+            hidden: (N, R, H), final hidden states of block rows 1..R.
+
+        Returns:
+            Target ids (N, R) and the logits (N, R, D) they were chosen from.
+        """
+        logits = self.logits(target, hidden)
+        token_ids = None if self._token_ids is None else self._token_ids.to(logits.device)
+        if self.candidate_selector is not None:
+            logits = logits.to(self.device)
+            chosen = self.candidate_selector(logits, hidden.to(self.device), anchors.to(self.device), self._token_ids)
+            return Proposal(chosen, logits, self._token_ids)
+        best = logits.argmax(-1)
+        return Proposal(best if token_ids is None else token_ids[best], logits, token_ids)
 
     def _layers(self) -> Iterator[DrafterLayer]:
         for layer in self.layers:

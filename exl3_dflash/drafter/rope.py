@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from exl3_dflash.drafter.dialects import ConfigReader
+from exl3_dflash.drafter.config_reader import ConfigReader
 from exl3_dflash.errors import Exl3DflashError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

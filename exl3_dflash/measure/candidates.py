@@ -89,6 +89,10 @@ class ScaledEmbeddingTarget:
         """The target's head."""
         return self._target.head(hidden)
 
+    def output_matrix(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's output matrix."""
+        return self._target.output_matrix(hidden)
+
 
 class ReconfiguredCheckpoint(DrafterCheckpoint):
     """A checkpoint under another config; `tensors` keeps what was read and decoded for the next one."""

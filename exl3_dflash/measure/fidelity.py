@@ -6,7 +6,11 @@ equals the target's greedy token after the true prefix `ids[:a+k]`. Definitions:
 - accept length: leading right draft tokens + 1 (the target's own token), mean over anchors.
 - position acceptance a_k: share of anchors where draft k is right among those where 1..k-1 are.
 - retention: accept length over the reference drafter's on the same anchors.
-- top-1 agreement and KL(reference || drafter): draft against the reference drafter's draft, mean over all positions.
+- top-1 agreement: share of all positions where the drafter proposes what the reference drafter proposes.
+- KL(reference || drafter): of the two distributions over the drafter's vocabulary, mean over all positions.
+
+A DFlash 2 drafter is judged by what its selector proposes; KL alone looks at the logits before the selector, since a
+greedy path has no distribution.
 
 All drafters see the same anchors and the same target pass, each with its own taps; intervals are 95 % bootstraps over
 rows (`exl3_dflash.measure.statistics`). Memory is bounded by one row: logits exist for a chunk of anchors at a time.
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 from exl3_dflash.calibration.anchors import sample_anchors
 from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.model import DrafterModel
+from exl3_dflash.drafter.selector import Proposal
 from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.measure.tallies import (
@@ -189,19 +194,21 @@ def tally_row(target: Target, drafters: list[DrafterModel], row: LabelledRow) ->
     parts: list[list[RowTally]] = [[] for _ in drafters]
     chunk = max(1, LOGIT_CHUNK_ELEMENTS // ((block_size - 1) * target.facts.head_size))
     for chosen in torch.arange(len(labels)).split(chunk):
-        reference: torch.Tensor | None = None
+        reference: Proposal | None = None
         for index, drafter in enumerate(drafters):
-            log_probs = drafter.logits(target, hidden[index][chosen]).float().log_softmax(-1)  # (n, B - 1, V)
-            reference = log_probs if reference is None else reference
-            parts[index].append(_tally_chunk(log_probs, reference, labels[chosen.to(labels.device)]))
+            anchors = anchor_ids[chosen.to(anchor_ids.device)]
+            ids, logits, token_ids = drafter.propose(target, anchors, hidden[index][chosen])
+            proposal = Proposal(ids.to(labels.device), logits.float().log_softmax(-1), token_ids)  # (n, B - 1[, D])
+            reference = proposal if reference is None else reference
+            parts[index].append(_tally_chunk(proposal, reference, labels[chosen.to(labels.device)]))
     return [add_tallies(tallies) for tallies in parts]
 
 
-def _tally_chunk(log_probs: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> RowTally:
-    drafts = log_probs.argmax(-1)  # (n, B - 1)
-    accepted = (drafts == labels).long().cumprod(-1)
+def _tally_chunk(proposal: Proposal, reference: Proposal, labels: torch.Tensor) -> RowTally:
+    """Sums over labels (n, B - 1); the proposals' logits are log-probabilities here."""
+    accepted = (proposal.ids == labels).long().cumprod(-1)
     reached = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=-1)
-    divergence = (reference.exp() * (reference - log_probs)).nan_to_num(0.0).sum(-1)
+    divergence = (reference.logits.exp() * (reference.logits - proposal.logits)).nan_to_num(0.0).sum(-1)
 
     def total(values: torch.Tensor) -> NDArray[np.float64]:
         return values.double().sum(0).cpu().numpy()
@@ -211,7 +218,14 @@ def _tally_chunk(log_probs: torch.Tensor, reference: torch.Tensor, labels: torch
         emitted=float(accepted.sum().item() + len(labels)),
         reached=total(reached),
         accepted=total(accepted),
-        agreed=total(drafts == reference.argmax(-1)),
+        agreed=total(proposal.ids == reference.ids),
         divergence=total(divergence),
-        label_nats=total(-log_probs.gather(-1, labels[..., None])[..., 0].nan_to_num(0.0)),
+        label_nats=total(_label_nats(proposal, labels)),
     )
+
+
+def _label_nats(proposal: Proposal, labels: torch.Tensor) -> torch.Tensor:
+    """-ln p at labels (n, B - 1); 0 at tokens that are not in the drafter's vocabulary, whatever its settings."""
+    columns = proposal.columns(labels)
+    nats = -proposal.logits.gather(-1, columns.clamp(min=0).to(proposal.logits.device)[..., None])[..., 0]
+    return nats.nan_to_num(0.0).masked_fill(columns.to(nats.device) < 0, 0.0)

@@ -4,7 +4,7 @@ One request:
 
     prefill   target.forward(prompt, taps) -> drafter context;  first token from the last logits
     repeat    anchor = last emitted token (in neither cache yet)
-              drafter: block [anchor, mask..] over its context -> d_1..d_m (argmax)
+              drafter: block [anchor, mask..] over its context -> d_1..d_m (`DrafterModel.propose`)
               target.forward([anchor, d_1..d_m], taps) -> logits (m+1, V)
               draw while the draw equals the draft (`runtime.sampling`): e tokens
               both caches keep the anchor and the first e-1 of them
@@ -218,18 +218,19 @@ class ReferenceEngine:
         return tokens, len(draft), min(len(verified) - 1, len(tokens))
 
     def _draft(self, anchor: int, count: int) -> list[int]:
-        """The drafter's most likely tokens for the `count` positions after the anchor."""
+        """What the drafter proposes for the `count` positions after the anchor."""
         if count == 0:
             return []
         assert self._drafter is not None
         assert self._cache is not None
         assert self._cache.length == self._session.length, "the drafter's context and the session differ"
         rows = count + 1 if self._causal_block else self._drafter.config.block_size
-        block = self._drafter.block_embeddings(self._target, self._ids([anchor]), rows)[0]  # (rows, H)
+        anchors = self._ids([anchor])
+        block = self._drafter.block_embeddings(self._target, anchors, rows)[0]  # (rows, H)
         hidden = self._drafter.draft(self._cache, block, self._cache.length)  # (rows, H)
-        peaks, best = self._drafter.logits(self._target, hidden[1 : count + 1]).max(-1)
-        check_finite(peaks, "drafter")
-        draft: list[int] = best.tolist()
+        proposal = self._drafter.propose(self._target, anchors, hidden[None, 1 : count + 1])
+        check_finite(proposal.logits.amax(-1), "drafter")
+        draft: list[int] = proposal.ids[0].tolist()
         return draft
 
     def _forward(self, request: Request, ids: Sequence[int], logit_rows: int) -> TapRows:

@@ -153,6 +153,10 @@ class Target(Protocol):
         """Normalised hidden (..., Ht) to logits (..., V) float32: with logit scale and softcap, no final norm."""
         ...
 
+    def output_matrix(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `head`, by the output matrix alone: without the model's logit scale and softcap."""
+        ...
+
     def tap_rows(self, ids: torch.Tensor, tap_ids: Sequence[int], want_logits: bool = False) -> TapRows:
         """One row ids (S,) without a cache: taps (S, K*Ht), logits (S, V) only where wanted."""
         ...

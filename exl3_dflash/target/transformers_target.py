@@ -83,6 +83,12 @@ class TransformersTarget:
         return self._head_only(rows).float().reshape(*hidden.shape[:-1], -1)
 
     @torch.no_grad()
+    def output_matrix(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalised hidden (..., Ht) to logits (..., V) float32, without the model's own logit scale and softcap."""
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden.to(self.device, self.dtype))
+        return logits.float()
+
+    @torch.no_grad()
     def tap_rows(self, ids: torch.Tensor, tap_ids: Sequence[int], want_logits: bool = False) -> TapRows:
         """One row ids (S,) without a cache: taps (S, K*Ht), logits (S, V) only where wanted."""
         hidden, taps = self._run(ids, tap_ids, {"use_cache": False})

@@ -110,13 +110,13 @@ def test_all_problems_are_in_one_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "feature"),
     [
-        ("layers.0.self_attn.attention_sink_bias", "attention sinks"),
+        ("layers.0.self_attn.sinks", "attention sinks"),
         ("layers.0.attention_conv.base_kernel", "DFlash 2"),
         ("layers.0.mlp_conv.kernel_projection.weight", "DFlash 2"),
         ("candidate_selector.predecessor_codebook", "DFlash 2"),
-        ("d2t", "reduced draft vocabulary"),
-        ("t2d", "reduced draft vocabulary"),
-        ("layers.0.self_attn.qkv_proj.weight", "Laguna"),
+        ("d2t", "missing lm_head.weight (the drafter has a vocabulary of its own)"),
+        ("t2d", "t2d is there without d2t"),
+        ("layers.0.self_attn.qkv_proj.weight", "fused q, k and v of other sizes"),
         ("layers.0.self_attn.g_proj.weight", "Laguna"),
         ("aux_hidden_norms.0.weight", "norm per tap"),
         ("encoder.fc.weight", "Muse-Glimmer"),

@@ -264,24 +264,24 @@ def test_a_model_with_own_embeddings_and_yarn() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "does not support architecture DFlash2DraftModel .DFlash 2"),
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna"),
-        ({"architectures": ["MuseGlimmerAssistantModel"]}, "Muse-Glimmer"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark"),
-        ({"architectures": ["DominoDraftModel"]}, "Domino"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark: Markov and confidence heads"),
+        ({"architectures": ["DominoDraftModel"]}, "Domino: a recurrent head corrects the logits"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not a DFlash drafter.*not the target's"),
         ({"architectures": None}, "'architectures' in config.json is None"),
         ({"architectures": ["DFlashDraftModel", "X"]}, "'architectures' in config.json is"),
-        ({"architectures": None, "speculators_model_type": "dflash"}, "speculators format"),
-        ({"transformer_layer_config": {"hidden_size": 4}}, "speculators format"),
-        ({"attention_value_scale": 0.612}, "attention_value_scale = 0.612 .a scale on V"),
-        ({"attention_sink_bias": True}, "attention sinks"),
-        ({"add_swa_attention_sink_bias": True}, "attention sinks"),
+        ({"architectures": None, "speculators_model_type": "eagle3"}, "a speculators drafter of type 'eagle3'"),
+        ({"transformer_layer_config": {"hidden_size": 4}}, "a speculators drafter of type None"),
+        ({"speculators_model_type": "dspark"}, "of type 'dspark' .DSpark"),
+        ({"speculators_model_type": "dflash", "projector_type": "domino"}, "projector_type = 'domino' .Domino"),
+        ({"speculators_model_type": "dflash", "shift_label": True}, "shift_label = True .Domino"),
+        ({"gating": "per-head"}, "gates on attention heads"),
+        ({"selector_rank": 8}, "a candidate selector"),
+        ({"v_head_dim": 4}, "v_head_dim 4"),
+        ({"attention_value_scale": -0.612}, "attention_value_scale in config.json is -0.612"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'"),
-        ({"draft_vocab_size": 100}, "draft_vocab_size = 100 .a reduced draft vocabulary"),
+        ({"draft_vocab_size": 289}, "draft_vocab_size in config.json is 289; expected at most vocab_size 288"),
         ({"dspark_markov_rank": 512}, "Markov head"),
         ({"sample_from_anchor": True}, "anchor's row"),
-        ({"input_embedding_scale": 4.0}, "an embedding scale"),
         ({"is_neox_style": False}, "interleaved RoPE"),
         ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 256"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config of type 'fp8'"),
@@ -297,8 +297,8 @@ def test_what_is_not_supported_is_named(keys: dict[str, Any], message: str) -> N
 
 
 def test_all_unsupported_settings_come_in_one_error() -> None:
-    with pytest.raises(Exl3DflashError, match=r"attention sinks.*a scale on V"):
-        read(attention_sink_bias=True, attention_value_scale=0.5)
+    with pytest.raises(Exl3DflashError, match=r"biases in the MLP.*interleaved RoPE"):
+        read(mlp_bias=True, is_neox_style=False)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from exl3_dflash.drafter.config import DrafterConfig
 from exl3_dflash.drafter.export import exllamav3_config
+from tests.family_models import FAMILY, family_config
 from tests.tiny_models import tiny_config
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
@@ -28,18 +29,23 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "aux ids": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
 }  # fmt: skip
 
+LAGUNA = {"architectures": ["DFlashLagunaForCausalLM"], "dflash_config": None, "target_layer_ids": [2, 0],
+          "gating": "per-head"}  # fmt: skip
+
 
 def source(name: str) -> DrafterConfig:
-    return DrafterConfig.from_dict(tiny_config(**DIALECTS[name]))
+    return DrafterConfig.from_dict(tiny_config(**DIALECTS[name]) if name in DIALECTS else family_config(name))
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", [*DIALECTS, *FAMILY])
 def test_the_same_facts_are_read_back(name: str) -> None:
     config = source(name)
     before = dict(config.raw)
     read = DrafterConfig.from_dict(exllamav3_config(config, tap_shift=0))
     assert read.tap_shift == 0
-    assert replace(read, raw={}, rope=config.rope, tap_shift=None) == replace(config, raw={}, tap_shift=None)
+    assert read.attention_value_scale == 1.0  # it is in the o_proj that goes with this config
+    same = {"raw": {}, "rope": config.rope, "tap_shift": None, "attention_value_scale": 1.0}
+    assert replace(read, **same) == replace(config, **same)
     assert torch.equal(read.rope.frequencies(8), config.rope.frequencies(8))
     assert read.rope.scale() == pytest.approx(config.rope.scale())
     assert config.raw == before
@@ -58,3 +64,12 @@ def test_everything_that_exllamav3_would_default_is_written() -> None:
     assert exllamav3_config(source("causal"), 0)["is_causal"] is True
     assert exllamav3_config(source("not causal"), 0)["is_causal"] is False
     assert "is_causal" not in exllamav3_config(source("plain"), 0)
+
+
+def test_laguna_keys_are_where_exllamav3_reads_them() -> None:
+    config = DrafterConfig.from_dict({**tiny_config(**LAGUNA, block_size=4, mask_token_id=260), "causal": False})
+    written = exllamav3_config(config, tap_shift=0)
+    expected = {"causal": False, "block_size": 4, "mask_token_id": 260, "target_layer_ids": [2, 0]}
+    assert written["dflash_config"] == expected
+    assert exllamav3_config(source("laguna"), 0)["dflash_config"]["causal"] is True
+    assert exllamav3_config(source("mimo"), 0)["is_causal"] is False

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from exl3_dflash.calibration.rowset import TokenRow
+from exl3_dflash.drafter.selector import Proposal
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.measure.fidelity import measure_fidelity
 from exl3_dflash.target.base import TapRows
@@ -51,8 +52,8 @@ class TableDrafter:
     def forward_anchors(self, taps: torch.Tensor, embeddings: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         return self.table[int(taps[0, 0]), anchors]
 
-    def logits(self, target: TableTarget, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+    def propose(self, target: TableTarget, anchors: torch.Tensor, hidden: torch.Tensor) -> Proposal:
+        return Proposal(hidden.argmax(-1), hidden)
 
 
 def make_rows(count: int, prompt_length: int = 6) -> list[TokenRow]:

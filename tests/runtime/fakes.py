@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from exl3_dflash.drafter.selector import Proposal
 from exl3_dflash.target.base import TapRows, TargetFacts
 
 FIRST_CHARACTER = ord("a")
@@ -198,5 +199,5 @@ class NoisyDrafter:
         noisy = [self._random.randrange(size) if self._random.random() < self._noise else token for token in tokens]
         return torch.nn.functional.one_hot(torch.tensor(noisy), size).float()
 
-    def logits(self, _target: TableTarget, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+    def propose(self, _target: TableTarget, _anchors: torch.Tensor, hidden: torch.Tensor) -> Proposal:
+        return Proposal(hidden.argmax(-1), hidden)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exl3_dflash.drafter.selector import Proposal
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime import reference
 from exl3_dflash.runtime.engine import SamplingSettings, Step, StopSettings
@@ -267,7 +268,7 @@ def test_wrong_prompts_and_settings() -> None:
         engine.draft_tokens = 5
     with pytest.raises(Exl3DflashError, match="no drafter is loaded"):
         ReferenceEngine(target, None, draft_tokens=1)
-    engine._drafter.logits = lambda _target, hidden: hidden * torch.nan
+    engine._drafter.propose = lambda _target, _anchors, hidden: Proposal(hidden.argmax(-1), hidden * torch.nan)
     with pytest.raises(Exl3DflashError, match="the drafter produced non-finite logits"):
         generate(engine, [1, 2])
     target.table[:] = torch.nan

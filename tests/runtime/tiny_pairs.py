@@ -18,6 +18,7 @@ import torch
 from exl3_dflash.drafter.cache import DrafterCache
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
+from exl3_dflash.drafter.selector import Proposal
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target
 from tests.tiny_models import make_tiny_drafter
@@ -79,12 +80,13 @@ class GuidedDrafter:
         self._start = start
         return self.model.draft(cache, embeddings, start)
 
-    def logits(self, target: Target, hidden: torch.Tensor) -> torch.Tensor:
-        scores = self.model.logits(target, hidden).clone()
-        for row, token in enumerate(self.guide[self._start + 1 : self._start + 1 + len(scores)]):
+    def propose(self, target: Target, anchors: torch.Tensor, hidden: torch.Tensor) -> Proposal:
+        proposal = self.model.propose(target, anchors, hidden)
+        ids = proposal.ids.clone()  # (1, R)
+        for row, token in enumerate(self.guide[self._start + 1 : self._start + 1 + ids.shape[1]]):
             if self._random.random() >= self.noise:
-                scores[row, token] = scores[row].max() + 1
-        return scores
+                ids[0, row] = token
+        return Proposal(ids, proposal.logits)
 
 
 def make_pair(directory: Path, family: str, **drafter: Any) -> TinyPair:
