@@ -19,7 +19,8 @@ from model_cards import CardFacts, check_metadata, read_card, read_report
 from quantize.audit import audit_directory
 
 LARGEST_FILE = 50 * 10**9  # bytes: what the Hub takes as one file
-METADATA_SUFFIXES = {".json", ".md", ".txt", ".jinja", ".py", ".model", ".tiktoken", ".png", ".jpg", ".svg", ".pdf"}
+TEXT_SUFFIXES = {".json", ".md", ".txt", ".jinja", ".py", ".yaml", ".yml", ".bib", ".cff", ".model", ".tiktoken"}
+PICTURE_SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf"}  # of the source's card
 LICENSE_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|USE_POLICY)[\w.-]*", re.IGNORECASE)
 TEXT_LIMIT = 16 << 20  # bytes of a file that is searched for tokens
 _TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{20,}")
@@ -124,7 +125,7 @@ def _check_strays(path: Path, weights: set[str]) -> list[str]:
     """The names of the directory's files, or an error for what does not belong into a repository."""
     names, strays = [], []
     for entry in sorted(path.iterdir()):
-        known = entry.suffix in METADATA_SUFFIXES or LICENSE_NAMES.fullmatch(entry.name)
+        known = entry.suffix in TEXT_SUFFIXES | PICTURE_SUFFIXES or LICENSE_NAMES.fullmatch(entry.name)
         if entry.name == ".gitattributes":
             continue  # the Hub's own
         if entry.is_symlink() or not entry.is_file() or entry.name.startswith("."):

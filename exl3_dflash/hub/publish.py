@@ -107,12 +107,12 @@ class _Remote:
         if token.get("role") == "read":
             raise Exl3DflashError("this Hugging Face token can only read", "one with write permission", LOGIN)
         owner = self.repository.partition("/")[0]
-        roles = {str(org.get("name")): org.get("roleInOrg") for org in account.get("orgs") or []}
-        if owner != self.user and owner not in roles:
+        roles = {str(org.get("name")).lower(): org.get("roleInOrg") for org in account.get("orgs") or []}
+        if owner.lower() not in (self.user.lower(), *roles):
             raise Exl3DflashError(
                 f"{self.user} is not a member of {owner}", f"{self.user} or one of its organisations", "check REPO"
             )
-        if roles.get(owner) == "read":
+        if roles.get(owner.lower()) == "read":
             raise Exl3DflashError(f"{self.user} can only read in {owner}", "the role write or contributor", "ask there")
 
     def check_cards(self) -> None:
@@ -137,6 +137,11 @@ class _Remote:
             return
         with explained(f"{self.repository} could not be created", self.repository):
             self.api.create_repo(self.repository, private=self.plan.private, repo_type="model", exist_ok=True)
+            private = self.plan.private and self.api.repo_info(self.repository).private
+        if self.plan.private and not private:
+            raise Exl3DflashError(
+                f"{self.repository} exists and is public", "a private repository", "change it there, or leave --private"
+            )
         for upload in self.plan.uploads:
             if upload.branch != MAIN:
                 with explained(f"the branch {upload.branch} could not be created", self.repository):

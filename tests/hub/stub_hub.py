@@ -321,7 +321,8 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None or files is None:
             return
         commit = repository.branches.get(revision or "main", revision)
-        self._json({"id": name, "sha": commit, "siblings": [{"rfilename": file} for file in files]})
+        siblings = [{"rfilename": file} for file in files]
+        self._json({"id": name, "sha": commit, "private": repository.private, "siblings": siblings})
 
     def tree(self, name: str, revision: str) -> None:
         files = self._files(name, revision)

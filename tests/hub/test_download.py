@@ -67,19 +67,24 @@ def test_a_job_records_the_commit_and_carries_the_card(hub: StubHub, source: dic
 
 
 def test_the_card_of_the_source_is_fetched_where_it_did_not_go_along(
-    hub: StubHub, source: dict[str, bytes], tmp_path, run: Run
+    hub: StubHub, source: dict[str, bytes], drafters: tuple[Path, Path], run: Run
 ) -> None:
-    hub.add(NAME, source)
-    out = tmp_path / "out"
-    options = ("--bits", 2, "--calibration", "none", "--threads", 1, "-q")
-    assert run("quantize", NAME, "--out", out, *options)[0] == 0
-    (out / "README.md").unlink()
-    code, _, stderr = run("card", out, "--offline")
+    report = drafters[0] / "quantize_report.json"
+    facts = json.loads(report.read_text()) | {"source": NAME, "source_revision": hub.add(NAME, source)}
+    report.write_text(json.dumps(facts))
+    (drafters[0] / "README.md").unlink()
+    code, _, stderr = run("card", drafters[0], "--offline")
     assert code == 1
     assert "the license is not known" in stderr
-    code, _, stderr = run("card", out)
+    code, _, stderr = run("card", drafters[0])
     assert code == 0, stderr
-    assert "# Tiny drafter" in (out / "README.md").read_text()
+    assert "# Tiny drafter" in (drafters[0] / "README.md").read_text()
+    hub.add("z-lab/bare", {"config.json": b"{}"})
+    report.write_text(json.dumps(facts | {"source": "z-lab/bare", "source_revision": None}))
+    (drafters[0] / "README.md").unlink()
+    code, _, stderr = run("card", drafters[0], "--license", "mit")
+    assert code == 0
+    assert "z-lab/bare has no card" in stderr
 
 
 def test_an_interrupted_download_is_continued(hub: StubHub, source: dict[str, bytes]) -> None:

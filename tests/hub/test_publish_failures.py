@@ -122,6 +122,14 @@ def test_creation_can_be_refused(hub: StubHub, drafters: tuple[Path, Path], run:
     assert "the branch x could not be created" in refused(run, "publish", drafters[0], REPOSITORY, "--branch", "x")
 
 
+def test_a_public_repository_does_not_become_private_by_wish(
+    hub: StubHub, drafters: tuple[Path, Path], run: Run
+) -> None:
+    hub.add(REPOSITORY, {".gitattributes": b""})
+    assert "exists and is public" in refused(run, "publish", drafters[0], REPOSITORY, "--private")
+    assert hub.uploads == []
+
+
 def test_an_existing_repository_and_branch_are_no_conflict(hub: StubHub, drafters: tuple[Path, Path], run: Run) -> None:
     hub.add(REPOSITORY, {".gitattributes": b""})
     hub.add(REPOSITORY, {".gitattributes": b""}, branch="4.00bpw")
