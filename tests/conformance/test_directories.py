@@ -12,6 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from exl3_dflash.dequantization import dequantize_drafter
+from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
+from exl3_dflash.hub.resolve import resolve
+from exl3_dflash.inspection import inspect_model
 from quantize.audit import audit_directory
 from quantize.checkpoint import TensorDirectory, linear_names, read_linear
 from quantize.hadamard import padded_features
@@ -143,6 +147,22 @@ def test_its_converted_directory_is_read_and_audited(converted: Path) -> None:
                 assert torch.equal(read.bias, tensors[f"{name}.bias"].half())
     report = audit_directory(converted, tensors, lambda name: tensors[f"{name}.weight"].T)
     assert {linear.name for linear in report.linears} == shapes.keys()
+
+
+def test_its_converted_directory_is_inspected_and_dequantized(converted: Path, tmp_path: Path) -> None:
+    found = inspect_model(resolve(str(converted), "drafter"))
+    assert (found.kind, found.problems) == ("DFlash drafter, EXL3", [])
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in found.tensors if tensor.quantized}
+    assert shapes == CONVERTED.linears()
+    assert found.bpw is not None
+    assert found.bpw > 6
+    assert found.calibration["stated"] == {"rows": 250, "cols": 2048}
+    assert any("no report proves it" in note for note in found.notes)  # it ran none: see `convert`
+
+    dequantize_drafter(str(converted), tmp_path / "plain", dtype="float32")
+    before, after = DrafterCheckpoint.open(converted), DrafterCheckpoint.open(tmp_path / "plain")
+    assert not after.is_exl3
+    assert all(torch.equal(before.load(name).float(), after.load(name)) for name in before.tensor_names())
 
 
 def test_ours_has_the_form_of_its_converted_directory(converted: Path, tmp_path: Path) -> None:
