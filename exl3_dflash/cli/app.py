@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from exl3_dflash.cli import card, chat, demo, dequantize, doctor, inspect, publish, quantize
+from exl3_dflash.cli import card, chat, demo, dequantize, doctor, eval, inspect, publish, quantize
 from quantize.errors import Exl3DflashError
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-for command_module in (quantize, chat, doctor, demo, card, publish, inspect, dequantize):
+for command_module in (quantize, chat, doctor, eval, demo, card, publish, inspect, dequantize):
     command_module.register(app)
 
 

@@ -1,9 +1,9 @@
 """The quantization job, from a drafter's directory to an audited EXL3 directory.
 
 Order: everything that can be refused is refused first (names, files, config, pairing, output directory), then the plan
-is shown, then rows -> accept length of the unquantized drafter -> Hessians -> one tensor after the other -> paired
-measurement -> files -> audit -> one rename. Nothing of the output exists under its final name before it is complete,
-and every finished step is kept in the work directory, from where an interrupted job goes on.
+is shown, then rows -> probe -> accept length of the unquantized drafter -> Hessians -> one tensor after the other ->
+paired measurement -> files -> audit -> one rename. Nothing of the output exists under its final name before it is
+complete, and every finished step is kept in the work directory, from where an interrupted job goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from exl3_dflash.calibration.capture import Calibration, calibrate
 from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
 from exl3_dflash.conversion.output import audit_output, write_output
 from exl3_dflash.conversion.plan import QuantizationPlan, TensorPlan, describe, make_plan
+from exl3_dflash.conversion.probing import probe_checkpoint, probe_notes
 from exl3_dflash.conversion.report import CalibrationReport, QuantizeReport, TensorReport, package_versions
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.conversion.steps import (
@@ -32,13 +33,14 @@ from exl3_dflash.conversion.steps import (
     unpack_rows,
 )
 from exl3_dflash.conversion.work_directory import WorkDirectory
+from exl3_dflash.doctor.papers import require_papers
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.taps import DEFAULT_TAP_SHIFT
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.resolve import ResolvedModel, resolve
 from exl3_dflash.measure.fidelity import FidelityResult, measure_fidelity
-from exl3_dflash.pairing import check_pairing
+from exl3_dflash.measure.probe import ProbeResult
 from exl3_dflash.progress import Reporter
 from exl3_dflash.runtime.load import choose_torch_dtype
 from exl3_dflash.target.base import Target
@@ -125,10 +127,13 @@ def _run_steps(
             inputs.checkpoint, dtype=inputs.target.dtype, device=inputs.target.device
         )
     rows = _load_rows(settings, inputs, work, reporter)
+    inputs, probe = _probe(settings, inputs, rows, reporter)
+    if drafter is not None:
+        drafter.config = inputs.checkpoint.config
     calibration = _calibrate(settings, inputs, drafter, rows, work, reporter)
     quantized = _quantize_tensors(settings, inputs, calibration, work, reporter)
     fidelity = _measure_pair(inputs, drafter, quantized, rows, reporter)
-    return _report(settings, inputs, rows, calibration, quantized, fidelity), quantized
+    return _report(settings, inputs, rows, probe, calibration, quantized, fidelity), quantized
 
 
 def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
@@ -145,7 +150,7 @@ def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
     if settings.target is not None:
         check_source(settings.cal_data)
         resolved = resolve(settings.target, "target")
-        for note in check_pairing(checkpoint, sketch_target(resolved.path, resolved.name)):
+        for note in require_papers(checkpoint, sketch_target(resolved.path, resolved.name)):
             reporter.note(f"note: {note}")
         reporter.note(f"loading the target {resolved.name}")
         dtype = choose_torch_dtype(settings.dtype)
@@ -177,6 +182,18 @@ def _load_rows(settings: JobSettings, inputs: _Inputs, work: WorkDirectory, repo
     packed = pack_rows(rows)
     work.save("rows", packed.tensors, packed.facts)
     return rows
+
+
+def _probe(
+    settings: JobSettings, inputs: _Inputs, rows: RowSet | None, reporter: Reporter
+) -> tuple[_Inputs, ProbeResult | None]:
+    """The inputs with the settings chosen that the checkpoint leaves open; without a target they stay as they are."""
+    if inputs.target is None or rows is None:
+        return inputs, None
+    checkpoint, result = probe_checkpoint(
+        inputs.checkpoint, inputs.target, rows, inputs.target_path, settings.seed, reporter
+    )
+    return replace(inputs, checkpoint=checkpoint), result
 
 
 def _calibrate(
@@ -320,6 +337,7 @@ def _report(
     settings: JobSettings,
     inputs: _Inputs,
     rows: RowSet | None,
+    probe: ProbeResult | None,
     calibration: Calibration | None,
     quantized: dict[str, QuantizedLinear],
     fidelity: FidelityResult | None,
@@ -343,9 +361,10 @@ def _report(
         source_bytes=plan.source_bytes,
         tensors=[_tensor_report(tensor, quantized[tensor.linear.name]) for tensor in plan.quantized],
         copied={tensor.linear.name: tensor.reason for tensor in plan.tensors if tensor.reason},
-        notes=[plan.loader_note] if plan.loader_note else [],
+        notes=[*([plan.loader_note] if plan.loader_note else []), *probe_notes(probe)],
         calibration=_calibration_report(settings, rows, calibration),
         tap_shift=DEFAULT_TAP_SHIFT if tap_shift is None else tap_shift,
+        probe=probe.to_json() if probe else None,
         accept_length=accept_length,
         fidelity=fidelity.to_json() if fidelity else None,
         seed=settings.seed,

@@ -1,8 +1,7 @@
 """The probe as a step of a quantization job: what the checkpoint leaves open is measured, used and written down.
 
-A tap shift that the checkpoint does not pin goes into the config that everything after reads (calibration, measurement,
-the output's `tap_shift`). An embedding scale cannot be handed on: neither the drafter's forward here nor ExLlamaV3's
-`DFlashDraftModel` has such a setting, so a drafter that wants another one is reported and not altered.
+What is chosen goes into the config that everything after reads: calibration, measurement, and the output, which pins
+`tap_shift` and, where another embedding scale than the target's was chosen, `input_embedding_scale`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.measure.candidates import ReconfiguredCheckpoint
-from exl3_dflash.measure.probe import PROBE_ROWS, ProbeResult, open_settings, probe_settings
+from exl3_dflash.measure.probe import PROBE_ROWS, ProbeResult, open_settings, probe_settings, rescaled
 from exl3_dflash.progress import Reporter
 from exl3_dflash.target.base import Target
 
@@ -55,24 +54,20 @@ def probe_checkpoint(
         return checkpoint, None
     for setting in result.settings:
         reporter.note(f"probe, {setting.setting} {setting.choice:g}: {setting.reason}")
-    shift = result.choice("tap_shift")
-    if shift is None:
-        return checkpoint, result
-    return ReconfiguredCheckpoint(checkpoint, replace(checkpoint.config, tap_shift=int(shift.choice)), {}), result
+    config = checkpoint.config
+    shift, scale = result.choice("tap_shift"), result.choice("embedding_scale")
+    if shift is not None:
+        config = replace(config, tap_shift=int(shift.choice))
+    if scale is not None and scale.outcome == "changed":
+        config = rescaled(config, scale.choice / scale.default)
+    return ReconfiguredCheckpoint(checkpoint, config, {}), result
 
 
 def probe_notes(result: ProbeResult | None) -> list[str]:
     """What the report must say about choices that were no choices."""
     if result is None:
         return []
-    notes = [choice.reason for choice in result.settings if choice.outcome in ("tie", "failed")]
-    scale = result.choice("embedding_scale")
-    if scale is not None and scale.outcome == "changed":
-        notes.append(
-            f"the drafter wants embeddings scaled by {scale.choice:g} and its target scales them by {scale.default:g}: "
-            "no engine can be told so; it runs, and was calibrated, with the target's"
-        )
-    return notes
+    return [choice.reason for choice in result.settings if choice.outcome in ("tie", "failed")]
 
 
 def probe_rows(target: Target, rows: RowSet, target_directory: Path | None, seed: int) -> Sequence[TokenRow]:

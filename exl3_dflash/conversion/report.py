@@ -45,8 +45,9 @@ class CalibrationReport:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The whole job; `bits` is what was asked for, `bpw` what is stored per weight, `accept_length` is teacher-forced
-    on held-out rows and null where nothing was measured."""
+    """The whole job; `bits` is what was asked for, `bpw` what is stored per weight, `probe` how settings were chosen
+    that the checkpoint leaves open (`measure.probe`), `accept_length` is teacher-forced on held-out rows; both null
+    where nothing was measured."""
 
     out_dir: str
     source: str
@@ -66,6 +67,7 @@ class QuantizeReport:
     notes: list[str]
     calibration: CalibrationReport
     tap_shift: int
+    probe: dict[str, Any] | None
     accept_length: dict[str, float] | None
     fidelity: dict[str, Any] | None
     seed: int

@@ -16,7 +16,7 @@ from exl3_dflash.drafter.config import FULL, SLIDING, DrafterConfig
 from exl3_dflash.drafter.taps import DEFAULT_TAP_SHIFT, tap_layer_indices
 from exl3_dflash.measure.candidates import Candidate
 from exl3_dflash.measure.fidelity import all_layers
-from exl3_dflash.measure.probe import embedding_scales, open_settings, shifted_layers
+from exl3_dflash.measure.probe import embedding_scales, open_settings, rescaled, shifted_layers
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import TargetSketch
 
@@ -148,6 +148,6 @@ def _embedding_scales(checkpoint: DrafterCheckpoint, target: Target) -> Iterator
     for scale in others:
         yield Alternative(
             "embedding scale",
-            Candidate(f"embedding scale {scale:g}", checkpoint.config, scale / own),
-            f"the drafter was trained on embeddings scaled by {scale:g}, the target scales by {own:g}",
+            Candidate(f"embedding scale {scale:g}", rescaled(checkpoint.config, scale / own)),
+            f"the drafter was trained on embeddings scaled by {scale:g}: set input_embedding_scale to {scale / own:g}",
         )

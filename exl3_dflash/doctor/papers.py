@@ -193,14 +193,14 @@ def _template(target: TargetSketch) -> Check:
 
 
 def _quantization(checkpoint: DrafterCheckpoint) -> Check:
-    if not checkpoint.is_exl3:
+    bits = stored_bits(checkpoint)
+    if bits is None:
         return Check("quantization", PASS, "not quantized")
-    layers = linear_names(checkpoint.directory).values()
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    bits = sum(layer.bits * layer.in_features * layer.out_features for layer in layers) / weights
-    report = _quantize_report(checkpoint.directory.path)
-    retention = report.get("retention")
-    seen = f"EXL3, {bits:.2f} bits per weight" + (f", {report['calibration']}" if "calibration" in report else "")
+    report = quantize_report(checkpoint.directory.path)
+    mode, retention = (report.get("calibration") or {}).get("mode"), _retention(report)
+    seen = f"EXL3, {bits:.2f} bits per weight"
+    if mode is not None:
+        seen += ", uncalibrated" if mode == "none" else ", calibrated"
     advice = "quantize with more bits, calibrated by the target (exl3-dflash quantize --bits 4)"
     if retention is not None:
         seen += f"; its report says that {100 * retention:.1f} % of the accept length were kept"
@@ -209,15 +209,26 @@ def _quantization(checkpoint: DrafterCheckpoint) -> Check:
     return Check("quantization", PASS, seen)
 
 
-def _quantize_report(directory: Path) -> dict[str, Any]:
-    """Calibration mode and retention of a directory that this project wrote; empty for any other."""
+def stored_bits(checkpoint: DrafterCheckpoint) -> float | None:
+    """Mean bits per stored weight of the quantized linears, scales apart; None where nothing is quantized."""
+    if not checkpoint.is_exl3:
+        return None
+    sizes = [
+        (layer.bits, layer.in_features * layer.out_features) for layer in linear_names(checkpoint.directory).values()
+    ]
+    return sum(bits * weights for bits, weights in sizes) / sum(weights for _, weights in sizes)
+
+
+def quantize_report(directory: Path) -> dict[str, Any]:
+    """The report in a directory that this project wrote; empty for any other."""
     try:
         report = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
-        mode = report["calibration"]["mode"]
-        lengths = report["accept_length"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return {}
-    found: dict[str, Any] = {"calibration": "uncalibrated" if mode == "none" else "calibrated"}
-    if isinstance(lengths, dict) and lengths.get("unquantized"):
-        found["retention"] = lengths["quantized"] / lengths["unquantized"]
-    return found
+    return report if isinstance(report, dict) else {}
+
+
+def _retention(report: dict[str, Any]) -> float | None:
+    """Accept length after over before, as a report says."""
+    lengths = report.get("accept_length")
+    return lengths["quantized"] / lengths["unquantized"] if isinstance(lengths, dict) else None

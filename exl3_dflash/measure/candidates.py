@@ -31,16 +31,15 @@ from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.measure.fidelity import LabelledRow, label_row, no_usable_rows, tally_row
 from exl3_dflash.measure.statistics import Interval, ratio_interval, resample_weights
 from exl3_dflash.measure.tallies import RowTally, add_tallies, anchors_and_emitted, position_acceptance
-from exl3_dflash.target.base import Target, TargetFacts
+from exl3_dflash.target.base import Target
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter's settings under a name of their own: its config, and a factor on what the target's table gives it."""
+    """A drafter's settings under a name of their own."""
 
     name: str
     config: DrafterConfig
-    embedding_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,36 +61,6 @@ class Gain:
     nats: float
     nats_interval: Interval
     level: float
-
-
-class ScaledEmbeddingTarget:
-    """A target whose embeddings are multiplied by a factor; everything else is the target's own."""
-
-    def __init__(self, target: Target, factor: float) -> None:
-        self._target = target
-        self._factor = factor
-
-    @property
-    def facts(self) -> TargetFacts:
-        """Of the target."""
-        return self._target.facts
-
-    @property
-    def device(self) -> torch.device:
-        """Of the target."""
-        return self._target.device
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids (...) to scaled rows (..., Ht)."""
-        return self._target.embed(ids) * self._factor
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's head."""
-        return self._target.head(hidden)
-
-    def output_matrix(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's output matrix."""
-        return self._target.output_matrix(hidden)
 
 
 class ReconfiguredCheckpoint(DrafterCheckpoint):
@@ -197,8 +166,8 @@ class CandidateProbe:
     @torch.inference_mode()
     def tally(self, rows: Sequence[LabelledRow], candidate: Candidate) -> list[RowTally]:
         """One tally per row of `rows`, which may have other anchors than those of the probe."""
-        drafter, lender = self.model(candidate), self._lender(candidate)
-        return [tally_row(lender, [drafter], self._tapped(row, candidate))[0] for row in rows]
+        drafter = self.model(candidate)
+        return [tally_row(self._target, [drafter], self._tapped(row, candidate))[0] for row in rows]
 
     def figures(self, candidate: Candidate) -> CandidateFigures:
         """Accept length with its interval, and position-wise acceptance."""
@@ -224,11 +193,6 @@ class CandidateProbe:
             nats_interval=ratio_interval(likelier, anchors, self._weights, level),
             level=level,
         )
-
-    def _lender(self, candidate: Candidate) -> Target:
-        if candidate.embedding_factor == 1.0:
-            return self._target
-        return ScaledEmbeddingTarget(self._target, candidate.embedding_factor)  # type: ignore[return-value]
 
     def _tapped(self, row: LabelledRow, candidate: Candidate) -> LabelledRow:
         return row.with_layers(tap_layer_indices(candidate.config))

@@ -30,7 +30,7 @@ PROBE_ROWS = 8
 PROBE_ANCHORS_PER_ROW = 32
 WORTHWHILE_GAIN = 0.02  # of the default's accept length
 LOST_FIRST_ACCEPTANCE = 0.1  # acceptance of the first draft token below which no setting can be told from another
-SCALE_KEYS = ("input_embedding_scale", "embedding_scale")
+SCALE_KEY = "input_embedding_scale"
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,21 @@ def probe_settings(
     if "embedding_scale" in wanted:
         own, *others = embedding_scales(target)
         candidates = [Candidate(f"embedding scale {own:g}", config)]
-        candidates += [Candidate(f"embedding scale {scale:g}", config, scale / own) for scale in others]
+        candidates += [Candidate(f"embedding scale {scale:g}", rescaled(config, scale / own)) for scale in others]
         choices.append(_choose(probe, "embedding_scale", candidates, [own, *others]))
     return ProbeResult(choices, probe.anchors, len(probe.rows))
+
+
+def rescaled(config: DrafterConfig, factor: float) -> DrafterConfig:
+    """The config with a factor on the target's embeddings, also in what is written of it."""
+    raw = {**config.raw, SCALE_KEY: factor}
+    return replace(config, input_embedding_scale=factor, raw=raw)
 
 
 def _fixes_scale(checkpoint: DrafterCheckpoint) -> bool:
     raw = checkpoint.config.raw
     places = (raw, raw.get("dflash_config") or {})
-    return checkpoint.has_embedding or any(place.get(key) is not None for place in places for key in SCALE_KEYS)
+    return checkpoint.has_embedding or any(place.get(SCALE_KEY) is not None for place in places)
 
 
 def _possible_shifts(config: DrafterConfig, target: Target) -> list[int]:
