@@ -11,6 +11,7 @@ describes is shown, with `problems`.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from exl3_dflash.hub.resolve import ResolvedModel
 from quantize.checkpoint import StoredLinear, TensorDirectory, layer_tensors, linear_names
 
 REPORT_NAME = "quantize_report.json"
+_FAMILY = re.compile(r"dflash|dspark|domino|glimmer", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _report(path: Path) -> dict[str, Any] | None:
 
 def _as_drafter(path: Path, raw: dict[str, Any]) -> tuple[DrafterConfig | None, DrafterCheckpoint | None, list[str]]:
     """The DFlash config and checkpoint, as far as the directory has them, and what is wrong with them."""
-    claims = NESTED_KEY in raw or "dflash" in str(raw.get("architectures", "")).lower()
+    claims = NESTED_KEY in raw or _FAMILY.search(str(raw.get("architectures", ""))) is not None
     try:
         config = DrafterConfig.from_dict(raw)
     except Exl3DflashError as error:
@@ -198,7 +200,8 @@ def _head(tensors: list[InspectedTensor], config: DrafterConfig | None) -> str:
 
 def _drafter_facts(config: DrafterConfig, checkpoint: DrafterCheckpoint | None) -> dict[str, Any]:
     return {
-        "dialect": f"{NESTED_KEY} object" if NESTED_KEY in config.raw else "top level",
+        "member": config.dialect.title,
+        "config_keys": f"{NESTED_KEY} object" if NESTED_KEY in config.raw else "top level",
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -206,6 +209,7 @@ def _drafter_facts(config: DrafterConfig, checkpoint: DrafterCheckpoint | None) 
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),

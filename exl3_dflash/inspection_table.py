@@ -45,13 +45,16 @@ def _drafter_lines(drafter: dict[str, Any]) -> list[tuple[str, str]]:
     sliding = ""
     if drafter["sliding_layers"]:
         sliding = f", {drafter['sliding_layers']} sliding (window {drafter['sliding_window']})"
+    vocabulary = str(drafter["vocab_size"])
+    if drafter["draft_vocab_size"] != drafter["vocab_size"]:
+        vocabulary += f", of which it drafts {drafter['draft_vocab_size']}"
     shift = "" if drafter["tap_shift"] is None else f" shifted by {drafter['tap_shift']}"
     return [
-        ("config", f"{drafter['dialect']}; RoPE {rope['type']}, theta {rope['theta']:g}"),
+        ("config", f"{drafter['member']}, {drafter['config_keys']}; RoPE {rope['type']}, theta {rope['theta']:g}"),
         (
             "drafter",
             f"{drafter['layers']} layers{sliding}, hidden {drafter['hidden_size']}, heads {drafter['heads']}/"
-            f"{drafter['kv_heads']} x {drafter['head_dim']}, vocabulary {drafter['vocab_size']}",
+            f"{drafter['kv_heads']} x {drafter['head_dim']}, vocabulary {vocabulary}",
         ),
         ("block", f"{drafter['block_size']} tokens, mask token {drafter['mask_token_id']}"),
         (

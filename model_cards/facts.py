@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -16,6 +17,7 @@ from typing import Any
 from quantize.errors import Exl3DflashError
 
 REPORT_NAME = "quantize_report.json"
+_NOT_IN_EXLLAMAV3 = re.compile(r"ExLlamaV3 \S+ has no class|cannot run it")
 KNOWN_CALIBRATION_DATA = ("default", "chat")
 
 
@@ -91,6 +93,11 @@ class CardFacts:
     seed: int
     versions: tuple[tuple[str, str], ...]
     fingerprint: str
+
+    @property
+    def runs_in_exllamav3(self) -> bool:
+        """Whether the report's notes leave ExLlamaV3 able to run the drafter."""
+        return not any(_NOT_IN_EXLLAMAV3.search(note) for note in self.notes)
 
 
 def read_report(directory: Path) -> CardFacts:

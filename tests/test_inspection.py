@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from exl3_dflash.cli.app import main
 from quantize.linear import QuantSettings, quantize_linear
+from tests.family_models import FAMILY, make_family_drafter
 from tests.tiny_models import make_tiny_drafter
 
 
@@ -67,7 +68,8 @@ def test_an_unquantized_drafter(capsys, tmp_path: Path) -> None:
     assert found["bpw"] is None
     assert found["head"].startswith("none of its own")
     assert found["quantized_bytes"] == 0
-    assert found["drafter"]["dialect"] == "dflash_config object"
+    assert found["drafter"]["member"] == "DFlash"
+    assert found["drafter"]["config_keys"] == "dflash_config object"
     assert len(found["sha256"]) == 64
     assert run(capsys, "inspect", tmp_path / "plain", "--no-tensors")[0] == 0
 
@@ -115,10 +117,32 @@ def test_a_drafter_that_lacks_a_tensor_is_shown_with_its_problem(capsys, tmp_pat
     assert "problem" in run(capsys, "inspect", directory)[1]
 
 
-def test_another_architecture_of_the_family_is_named(capsys, tmp_path: Path) -> None:
-    """FIELD_REPORTS 17: what this version cannot run can still be looked at."""
-    found = inspect(capsys, make_tiny_drafter(tmp_path / "drafter", architectures=["DFlash2DraftModel"]))
-    assert "DFlash 2" in found["problems"][0]
+def test_what_this_version_cannot_run_can_be_looked_at(capsys, tmp_path: Path) -> None:
+    found = inspect(capsys, make_tiny_drafter(tmp_path / "drafter", architectures=["DSparkDraftModel"]))
+    assert "DSpark" in found["problems"][0]
+    assert found["drafter"] is None
+    assert len(found["tensors"]) > 10
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_member_of_the_family(capsys, tmp_path: Path, name: str) -> None:
+    found = inspect(capsys, make_family_drafter(tmp_path / "drafter", name))
+    assert found["problems"] == []
+    assert found["kind"] == "DFlash drafter, not quantized"
+    assert run(capsys, "inspect", tmp_path / "drafter")[0] == 0
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_selector_codebooks_are_found_under_both_names(capsys, tmp_path: Path, suffix: str) -> None:
+    """FIELD_REPORTS 17."""
+    weights = make_family_drafter(tmp_path / "drafter", "dflash2") / "model.safetensors"
+    tensors = load_file(weights)
+    for name in [name for name in tensors if "_codebook" in name]:
+        tensors[name.removesuffix(".weight") + suffix] = tensors.pop(name)
+    save_file(tensors, weights)
+    found = inspect(capsys, tmp_path / "drafter")
+    assert found["problems"] == []
+    assert sum("_codebook" in tensor["name"] for tensor in found["tensors"]) == 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "gap", "empty", "index", "config"])

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from exl3_dflash.conversion.plan import loader_notes
+from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.cards import CardSettings, make_card, make_drafter_and_family_cards
 from model_cards import License
 from model_cards.metadata import known_licenses
 from model_cards.upstream import parse_card, quotable
 from tests.card_reports import COMMIT, UPSTREAM_CARD, make_report, write_directory
+from tests.family_models import make_family_drafter
+from tests.tiny_models import make_tiny_drafter
 
 REPOSITORY = "me/Qwen3.6-35B-A3B-DFlash-exl3"
 SETTINGS = CardSettings(REPOSITORY, branch="4.00bpw", offline=True)
@@ -150,6 +154,20 @@ def test_fallbacks_copies_and_notes_are_said(tmp_path: Path) -> None:
     assert "9, of which 1 without a usable Hessian: `layers.0.mlp.up_proj` (no rows)" in text
     assert "| Left unquantized | `fc` (320 x 96 \\| odd) |" in text
     assert "- **hidden size 96 cannot be run by ExLlamaV3**" in text
+
+
+@pytest.mark.parametrize("name", ["speculators", "plain", "odd"])
+def test_exllamav3_is_offered_only_where_it_runs_the_drafter(tmp_path: Path, name: str) -> None:
+    """Holds the card against the notes that the job really writes."""
+    if name == "speculators":
+        source = make_family_drafter(tmp_path / "source", "speculators")
+    else:
+        wide = {"hidden_size": 128} if name == "plain" else {}
+        source = make_tiny_drafter(tmp_path / "source", num_hidden_layers=1, **wide)
+    notes = list(loader_notes(DrafterCheckpoint.open(source)))
+    text = own_part(text_of(write_directory(tmp_path / "a", make_report(notes=notes))))
+    assert ("from exllamav3 import" in text) == ("TabbyAPI, in" in text) == (name == "plain")
+    assert ("ExLlamaV3 cannot run this drafter" in text) == (name != "plain")
 
 
 def test_paths_of_the_machine_stay_out(tmp_path: Path) -> None:

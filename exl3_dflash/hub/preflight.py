@@ -90,7 +90,7 @@ def local_file(path: Path) -> LocalFile:
 
 
 def _check_tensors(path: Path, checkpoint: DrafterCheckpoint, facts: CardFacts) -> None:
-    audit = audit_directory(path, expected=_stored_names(checkpoint))
+    audit = audit_directory(path, expected=map(checkpoint.output_name, checkpoint.tensor_names()))
     if not audit.linears:
         raise Exl3DflashError(f"{path} has no quantized tensor", "an EXL3 drafter", "quantize it first")
     if len(audit.linears) != facts.tensor_count or audit.nbytes != facts.size_bytes:
@@ -100,12 +100,6 @@ def _check_tensors(path: Path, checkpoint: DrafterCheckpoint, facts: CardFacts) 
             "weights and report of one job",
             "quantize the drafter again",
         )
-
-
-def _stored_names(checkpoint: DrafterCheckpoint) -> tuple[str, ...]:
-    """Tensor names as the audit wants them: under the names that the files have."""
-    prefix = "" if "norm.weight" in checkpoint.directory else "model."
-    return tuple(prefix + name for name in checkpoint.tensor_names())
 
 
 def _check_claims(checkpoint: DrafterCheckpoint, facts: CardFacts) -> None:
