@@ -109,7 +109,9 @@ def rms_norm_res_in(x: Any, w: Any, y: Any, residual: torch.Tensor, *rest: Any) 
 
 
 def rope(q: Any, out_q: Any, k: Any, out_k: Any, inv_freq: torch.Tensor, position: int, *rest: Any) -> None:
-    """Rotary embedding of half-split heads (NEOX) after the per-head norms; consecutive positions for one sequence."""
+    """Rotary embedding of half-split heads (NEOX) after the per-head norms; consecutive positions for one sequence.
+
+    Features past the width of the frequencies pass (partial rotation)."""
     positions, _, _, attn_factor, q_norm, k_norm, eps = rest[:7]
     first_position = position if positions is None else int(positions)
     for source, target, norm in ((q, out_q, q_norm), (k, out_k, k_norm)):
@@ -120,8 +122,14 @@ def rope(q: Any, out_q: Any, k: Any, out_k: Any, inv_freq: torch.Tensor, positio
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.float()
         angle = (first_position + torch.arange(x.shape[1])).float()[:, None] * inv_freq.float()[None, :]
         cos, sin = angle.cos()[None, :, None, :] * attn_factor, angle.sin()[None, :, None, :] * attn_factor
-        first, second = x.chunk(2, dim=-1)
-        target.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+        half = len(inv_freq)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        target.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1))
+
+
+def mul_softplus_broadcast_(x: torch.Tensor, gates: torch.Tensor) -> None:
+    """x (..., heads, head_dim) times softplus of gates (..., heads)."""
+    x *= torch.nn.functional.softplus(gates.float()).to(x.dtype).unsqueeze(-1)
 
 
 def count_inf_nan(x: torch.Tensor, counts: torch.Tensor) -> None:
@@ -164,6 +172,7 @@ class ExtensionStub(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("exllamav3_ext")
         functions = (had_r_128, reconstruct, hgemm, silu_mul, rms_norm, rms_norm_res_in, rope, count_inf_nan)
+        functions += (mul_softplus_broadcast_,)
         encoder = (quantize_tiles, quantize_tiles_frac, quantize_tiles_scratch, pack_trellis, pack_trellis_frac)
         for function in functions + encoder:
             setattr(self, function.__name__, function)
