@@ -76,6 +76,20 @@ class HessianAccumulator:
             for start in range(0, features, STRIP_ROWS)
         ]
 
+    @property
+    def strips(self) -> list[Tensor]:
+        """The packed sums (see the module's docstring), to store and to give to `restored`."""
+        return list(self._strips)
+
+    @classmethod
+    def restored(cls, strips: list[Tensor], count: float, rows: int, dropped_rows: int) -> HessianAccumulator:
+        """The accumulator that had these strips and counts; the strips are not copied."""
+        accumulator = cls(0)
+        accumulator.features = strips[0].shape[1] if strips else 0
+        accumulator.count, accumulator.rows, accumulator.dropped_rows = count, rows, dropped_rows
+        accumulator._strips = list(strips)
+        return accumulator
+
     def add(self, rows: Tensor, weight: float = 1.0) -> None:
         """Add rows (..., features), each counted `weight` times. Non-finite rows are dropped and counted.
 

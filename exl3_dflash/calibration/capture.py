@@ -1,7 +1,8 @@
 """What each linear layer of a drafter really receives, as one Hessian per distinct input.
 
 For every calibration row the target yields its taps, anchors are sampled, and one many-anchors forward of the drafter
-feeds the accumulators; nothing but the Hessians (FP32, features x features) outlives a row.
+feeds the accumulators; nothing but the Hessians (FP32, features x features) outlives a row. With `fisher` the same
+forward is followed by backward passes that give the output side (`calibration.fisher`).
 
 k_proj and v_proj read two streams: the context (each token once) and the block (B rows for each verify step). At run
 time a step advances by the accept length tau, so per token they occur as 1 : B / tau; their Hessian is that mixture of
@@ -11,18 +12,19 @@ the two streams' means (DFlash calibration layout). All other linears read one s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from exl3_dflash.calibration.anchors import sample_anchors
+from exl3_dflash.calibration.fisher import FisherCapture, FisherSettings, OutputHessians
 from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.checkpoint import LinearSpec
 from exl3_dflash.drafter.layout import output_linears
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.modules import BLOCK, CONTEXT
 from exl3_dflash.drafter.taps import tap_layer_indices
-from exl3_dflash.target.base import Target
+from exl3_dflash.target.base import TapRows, Target
 from quantize.hessian import Hessian, HessianAccumulator
 
 
@@ -95,6 +97,8 @@ class Calibration:
         rows, tokens, anchors: token rows used, their tokens, and drafted blocks.
         dropped_rows: token rows left out because the target's features were not finite.
         dropped_inputs: single input vectors of linears left out for the same reason, summed over groups.
+        output_hessians: by linear name, empty for one-sided calibration.
+        dropped_gradients: gradient rows left out because they were not finite, summed over linears.
     """
 
     hessians: dict[str, Hessian]
@@ -103,9 +107,11 @@ class Calibration:
     anchors: int
     dropped_rows: int
     dropped_inputs: int
+    output_hessians: OutputHessians = field(default_factory=lambda: OutputHessians({}))
+    dropped_gradients: int = 0
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def calibrate(
     drafter: DrafterModel,
     linears: Iterable[LinearSpec],
@@ -114,6 +120,7 @@ def calibrate(
     *,
     accept_length: float,
     anchors_per_row: int | None = None,
+    fisher: FisherSettings | None = None,
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> Calibration:
@@ -126,28 +133,49 @@ def calibrate(
         rows: calibration rows.
         accept_length: mean tokens per verify step, for the mixture of k/v streams.
         anchors_per_row: blocks per row; by default as many block rows as context rows (length / block_size).
-        seed: of the anchor choice.
+        fisher: also collect output-side Hessians; None for one-sided calibration.
+        seed: of the anchor choice, and of the labels drawn for the output side.
         progress: called after each row.
     """
-    block_size = drafter.config.block_size
     tap_ids = tap_layer_indices(drafter.config)
     generator = torch.Generator().manual_seed(seed)
+    linears = tuple(linears)
     capture = HessianCapture(linears, target.device)
+    outputs = None if fisher is None else FisherCapture(linears, target.device, fisher, seed)
     used = tokens = anchors_seen = dropped = 0
     for row in rows:
         ids = torch.as_tensor(row.ids, dtype=torch.int64)
-        count = anchors_per_row or max(1, len(ids) // block_size)
+        count = anchors_per_row or max(1, len(ids) // drafter.config.block_size)
         anchors = sample_anchors(len(ids), row.prompt_length, 1, count, generator)
-        taps = target.tap_rows(ids, tap_ids).taps
-        if not torch.isfinite(taps).all():
+        features = target.tap_rows(ids, tap_ids, want_logits=outputs is not None)
+        if not torch.isfinite(features.taps).all():
             dropped += 1
         elif len(anchors):
-            with drafter.observe(capture):
-                hidden = drafter.forward_anchors(taps, drafter.block_embeddings(target, ids[anchors]), anchors)
+            hidden = _run_row(drafter, target, features, ids[anchors], anchors, capture, outputs)
             for name in output_linears(drafter.config, drafter.lm_head is not None):
                 capture(name, BLOCK, hidden[:, 1:])  # what they would read, without the head's (large) output
             used, tokens, anchors_seen = used + 1, tokens + len(ids), anchors_seen + len(anchors)
         progress()
-    hessians = capture.finish(block_size / max(accept_length, 1.0))
+    hessians = capture.finish(drafter.config.block_size / max(accept_length, 1.0))
     inputs_dropped = sum(hessian.dropped_rows for hessian in hessians.values())
-    return Calibration(hessians, used, tokens, anchors_seen, dropped, inputs_dropped)
+    output_sides = outputs.finish() if outputs is not None else OutputHessians({})
+    counts = (used, tokens, anchors_seen, dropped, inputs_dropped)
+    return Calibration(hessians, *counts, output_sides, output_sides.dropped_rows)
+
+
+def _run_row(
+    drafter: DrafterModel,
+    target: Target,
+    features: TapRows,
+    anchor_ids: torch.Tensor,
+    anchors: torch.Tensor,
+    capture: HessianCapture,
+    outputs: FisherCapture | None,
+) -> torch.Tensor:
+    """One row's blocks past the accumulators; returns the final hidden states (N, B, H) in any order."""
+    if outputs is None:
+        with drafter.observe(capture):
+            return drafter.forward_anchors(features.taps, drafter.block_embeddings(target, anchor_ids), anchors)
+    assert features.logits is not None
+    greedy = features.logits.argmax(-1)
+    return outputs.run_row(drafter, target, features.taps, greedy, anchor_ids, anchors, capture)

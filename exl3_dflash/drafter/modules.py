@@ -14,8 +14,10 @@ from torch.nn import functional
 
 CONTEXT, BLOCK = "context", "block"
 
-# callback(linear name, CONTEXT or BLOCK, inputs (..., in_features))
-InputCallback = Callable[[str, str, torch.Tensor], None]
+# callback(outputs (..., out_features))
+OutputCallback = Callable[[torch.Tensor], None]
+# callback(linear name, CONTEXT or BLOCK, inputs (..., in_features)); it may return a callback for the outputs
+InputCallback = Callable[[str, str, torch.Tensor], OutputCallback | None]
 
 
 class Observer:
@@ -42,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 class TracedLinear(nn.Module):
-    """x @ W.T + bias in the weight's type; shows its input to the observer first.
+    """x @ W.T + bias in the weight's type; shows its input, and its outputs if wanted, to the observer.
 
     Args:
         name: canonical name of the linear.
@@ -62,6 +64,9 @@ class TracedLinear(nn.Module):
     def forward(self, x: torch.Tensor, stream: str) -> torch.Tensor:
         """x (..., in) to (..., out); `stream` says whether the rows are context or block."""
         x = x.to(self.weight.dtype)
-        if self._observer.callback is not None:
-            self._observer.callback(self.name, stream, x)
-        return functional.linear(x, self.weight, self.bias)
+        callback = self._observer.callback
+        see_outputs = None if callback is None else callback(self.name, stream, x)
+        outputs = functional.linear(x, self.weight, self.bias)
+        if see_outputs is not None:
+            see_outputs(outputs)
+        return outputs

@@ -76,15 +76,19 @@ class TransformersTarget:
         rows: torch.Tensor = self.model.get_input_embeddings()(ids.to(self.device))
         return rows if self._outer_embedding_scale == 1.0 else rows * self._outer_embedding_scale
 
-    @torch.no_grad()
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalised hidden (..., Ht) to logits (..., V) float32, with the model's own logit scale and softcap."""
+        """Normalised hidden (..., Ht) to logits (..., V) float32, with the model's own logit scale and softcap.
+
+        Differentiable in `hidden` where that requires a gradient; the weights never do.
+        """
         rows = hidden.to(self.device, self.dtype).reshape(1, -1, hidden.shape[-1])
         return self._head_only(rows).float().reshape(*hidden.shape[:-1], -1)
 
-    @torch.no_grad()
     def output_matrix(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalised hidden (..., Ht) to logits (..., V) float32, without the model's own logit scale and softcap."""
+        """Normalised hidden (..., Ht) to logits (..., V) float32, without the model's own logit scale and softcap.
+
+        Differentiable as `head` is.
+        """
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden.to(self.device, self.dtype))
         return logits.float()
 
