@@ -68,7 +68,8 @@ class CardFacts:
     """The facts of one quantized drafter; names are those of the report (`exl3_dflash.conversion.report`).
 
     `fallbacks` are tensors that were quantized without a usable Hessian, and why; `copied` those left unquantized, and
-    why; `fingerprint` is the SHA-256 of the report file, by which a card is known to belong to it.
+    why; `probe` settings that the source left open, what was chosen for each, and why; `fingerprint` is the SHA-256 of
+    the report file, by which a card is known to belong to it.
     """
 
     source: str
@@ -89,6 +90,7 @@ class CardFacts:
     notes: tuple[str, ...]
     calibration: Calibration
     tap_shift: int
+    probe: tuple[tuple[str, float, str], ...]
     measurement: Measurement | None
     seed: int
     versions: tuple[tuple[str, str], ...]
@@ -144,6 +146,7 @@ def _facts(report: Mapping[str, Any], fingerprint: str) -> CardFacts:
         notes=tuple(report["notes"]),
         calibration=_calibration(report["calibration"]),
         tap_shift=int(report["tap_shift"]),
+        probe=_probe(report.get("probe")),
         measurement=_measurement(report["fidelity"]),
         seed=int(report["seed"]),
         versions=tuple(report["versions"].items()),
@@ -164,6 +167,11 @@ def _calibration(said: Mapping[str, Any]) -> Calibration:
         anchors=int(said["anchors"]),
         dropped_rows=int(said["dropped_rows"]),
     )
+
+
+def _probe(probe: Mapping[str, Any] | None) -> tuple[tuple[str, float, str], ...]:
+    settings = [] if probe is None else probe["settings"]
+    return tuple((chosen["setting"], float(chosen["choice"]), chosen["reason"]) for chosen in settings)
 
 
 def _measurement(fidelity: Mapping[str, Any] | None) -> Measurement | None:

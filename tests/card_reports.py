@@ -120,6 +120,11 @@ def make_report(**changes: Any) -> dict[str, Any]:
             "notes": [],
         },
         "tap_shift": 1,
+        "probe": {
+            "settings": [{"setting": "tap_shift", "choice": 1, "default": 0, "outcome": "changed", "reason": "better"}],
+            "anchors": 3456,
+            "rows": 8,
+        },
         "accept_length": {"unquantized": 5.43217, "quantized": 5.40873},
         "fidelity": {
             "drafters": [unquantized, quantized],

@@ -111,6 +111,7 @@ def test_values_stand_where_they_belong(directory: Path) -> None:
         "| Output scales | `auto` |",
         "| Quantized tensors | 9 |",
         "| Tap shift | 1, pinned in `config.json` |",
+        "| Probed, as the source leaves it open | `tap_shift` 1: better |",
         "241,172,480 bytes (241.17 MB); the source's 947,912,704 bytes (947.91 MB)",
         "| unquantized | 5.432 (5.219 to 5.658) | 100.00 (100.00 to 100.00) | 100.00 | 0.000000 |",
         "| this drafter | 5.409 (5.196 to 5.632) | 99.57 (99.31 to 99.83) | 97.34 | 0.004187 |",

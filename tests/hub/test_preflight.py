@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from exl3_dflash.conversion.job import quantize_drafter
+from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.preflight import check_directory
+from tests.family_models import make_family_drafter
 from tests.hub.conftest import TOKEN, Run
 
 
@@ -23,6 +26,14 @@ def test_a_good_directory_is_listed_with_its_hashes(drafters: tuple[Path, Path])
     checked = check_directory(drafters[0])
     assert {file.name for file in checked.files} == {path.name for path in drafters[0].iterdir()}
     assert sum(file.size for file in checked.files) == sum(path.stat().st_size for path in drafters[0].iterdir())
+
+
+def test_tensors_that_are_written_under_other_names(tmp_path: Path, run: Run) -> None:
+    source = make_family_drafter(tmp_path / "source", "muse-glimmer", num_hidden_layers=1)
+    out = tmp_path / "out"
+    quantize_drafter(JobSettings(str(source), None, out, bits=2, calibration="none", threads=1))
+    assert run("card", out, "--license", "mit", "-q")[0] == 0
+    assert len(check_directory(out).files) == 5
 
 
 @pytest.mark.parametrize(
