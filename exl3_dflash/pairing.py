@@ -121,7 +121,7 @@ def _check_depth(config: DrafterConfig, target: TargetSide) -> Iterator[Finding]
 
 def _check_vocabulary(config: DrafterConfig, target: TargetSide) -> Iterator[Finding]:
     rows, target_rows, known = config.vocab_size, target.vocab_size, target.tokenizer_size
-    if rows == target_rows:
+    if rows is None or rows == target_rows:
         return
     if min(rows, target_rows) >= known and abs(rows - target_rows) <= MAX_PADDING_ROWS:
         yield Finding(
@@ -137,7 +137,7 @@ def _check_vocabulary(config: DrafterConfig, target: TargetSide) -> Iterator[Fin
 
 
 def _check_mask_token(drafter: DrafterSide, target: TargetSide) -> Iterator[Finding]:
-    rows = drafter.config.vocab_size if drafter.has_embedding else target.vocab_size
+    rows = (drafter.config.vocab_size or 0) if drafter.has_embedding else target.vocab_size
     if not drafter.has_mask_embedding and not 0 <= drafter.config.mask_token_id < rows:
         owner = "its own embedding" if drafter.has_embedding else "the target's embedding"
         yield Finding(f"mask_token_id {drafter.config.mask_token_id} is no row of {owner} ({rows} rows)")

@@ -162,7 +162,9 @@ FAMILY: dict[str, Member] = {
         store=fuse_qkv,
     ),
     "muse-glimmer": Member(
-        {"architectures": ["MuseGlimmerAssistantModel"], "dflash_config": None, **TAPS}, store=_muse_names
+        {"architectures": ["MuseGlimmerAssistantModel"], "dflash_config": None, "vocab_size": None,
+         "layer_types": [SLIDING, FULL], "sliding_window": 5, **TAPS},
+        store=_muse_names,
     ),
     "nemotron": Member(
         {"dflash_config": {**TAPS, "causal": False, "use_swa": False}, **TAPS, "has_embed_tokens": True,

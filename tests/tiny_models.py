@@ -96,7 +96,7 @@ def tiny_tensors(
                 f"self_attn.{n}_proj.bias": (size,) for n, size in zip("qkvo", (query, key, key, hidden), strict=True)
             }
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    extra = {"embed_tokens.weight": (config["vocab_size"], hidden), "mask_embedding": (hidden,)}
+    extra = {"embed_tokens.weight": (config.get("vocab_size", 0), hidden), "mask_embedding": (hidden,)}
     extra["lm_head.weight"] = extra["embed_tokens.weight"]
     shapes |= {name: extra[name] for name in optional}
     generator = torch.Generator().manual_seed(seed)

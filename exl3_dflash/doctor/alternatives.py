@@ -128,7 +128,7 @@ def _mask_tokens(checkpoint: DrafterCheckpoint, sketch: TargetSketch) -> Iterato
     if checkpoint.has_mask_embedding:
         return
     config, special = checkpoint.config, sketch.special_tokens
-    rows = config.vocab_size if checkpoint.has_embedding else sketch.vocab_size
+    rows = (config.vocab_size or 0) if checkpoint.has_embedding else sketch.vocab_size
     named = [token for token, text in special.items() if "mask" in text.lower()]
     unused = range(sketch.tokenizer_size, min(rows, sketch.tokenizer_size + 2))
     ordered = dict.fromkeys((*named, *unused, *sorted(special, reverse=True)))

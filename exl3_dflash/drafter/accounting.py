@@ -61,11 +61,13 @@ class TensorAccount:
         for spec in self.linears:
             consumed |= self._check_linear(spec)
         self._check_rest(set(self.stored) - consumed)
-        if not 0 <= self.config.mask_token_id < self.config.vocab_size and MASK_EMBEDDING not in self.stored:
+        rows, mask = self.config.vocab_size, self.config.mask_token_id
+        if rows is not None and mask >= rows and MASK_EMBEDDING not in self.stored:
             self.problems.append(
-                f"mask_token_id {self.config.mask_token_id} is not below vocab_size {self.config.vocab_size} "
-                f"and there is no {MASK_EMBEDDING}"
+                f"mask_token_id {mask} is not below vocab_size {rows} and there is no {MASK_EMBEDDING}"
             )
+        if rows is None and (self._holds(HEAD) or EMBEDDING in self.stored):
+            self.problems.append("its own embedding or head needs a vocab_size in config.json")
         if self.problems:
             raise Exl3DflashError(
                 f"{self.directory.path} does not hold the drafter that its config.json describes: "

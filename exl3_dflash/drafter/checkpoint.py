@@ -155,7 +155,7 @@ class DrafterCheckpoint:
             return None
         offsets = self._stored.get(DRAFT_TO_TARGET).to(torch.int64)
         ids = offsets + torch.arange(len(offsets))
-        if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
+        if int(ids.min()) < 0 or int(ids.max()) >= (self.config.vocab_size or 0):
             raise Exl3DflashError(
                 f"{DRAFT_TO_TARGET} of {self.directory.path} leads to token {int(ids.min())} to {int(ids.max())}",
                 expected=f"ids below vocab_size {self.config.vocab_size}, stored as target id - draft id",

@@ -50,6 +50,7 @@ class DrafterConfig:
         attention_value_scale: factor on V, folded into o_proj when a checkpoint is read.
         input_embedding_scale: factor on the embedded rows of a block, beside the target's own scale.
         output_multiplier, final_logit_softcap: of the logits, before proposals are chosen; see `DrafterModel.logits`.
+        vocab_size: None where the config does not say, which only a dialect without own tables may do.
         draft_vocab_size: rows of the drafter's own head; vocab_size unless `d2t` maps them to target ids.
         convolutions: DFlash 2 only.
         tap_shift: exllamav3's offset on target_layer_ids where the checkpoint pins it, else None.
@@ -65,8 +66,8 @@ class DrafterConfig:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    vocab_size: int
-    draft_vocab_size: int
+    vocab_size: int | None
+    draft_vocab_size: int | None
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
@@ -125,7 +126,8 @@ class DrafterConfig:
         dialect = find_dialect(raw)
         reader = ConfigReader(raw)
         check_features(reader, dialect)
-        vocab_size, block_size = reader.integer("vocab_size"), reader.integer("block_size", minimum=2)
+        vocab_size = reader.integer("vocab_size", default=... if dialect.names_vocabulary else None)
+        block_size = reader.integer("block_size", minimum=2)
         hidden_size, num_layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
         heads = read_heads(reader, hidden_size)
         layer_types, window = read_layers(reader, num_layers)

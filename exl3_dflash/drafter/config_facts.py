@@ -5,7 +5,7 @@ is causal inside the block, in this order:
 
     is_causal, causal, dflash_query_causal, causal_head (true only)   as it says, for all layers
     sliding_window_non_causal (speculators)                           true: bidirectional; false: as below
-    the dialect's default (Laguna: causal)
+    the dialect's default                                             Laguna causal, Muse-Glimmer bidirectional
     use_swa without layer_types (MiMo)                                bidirectional
     else                                                              sliding layers causal, full ones bidirectional
 """
@@ -63,10 +63,10 @@ def read_heads(reader: ConfigReader, hidden_size: int) -> dict[str, int]:
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def read_draft_vocabulary(reader: ConfigReader, vocab_size: int) -> int:
+def read_draft_vocabulary(reader: ConfigReader, vocab_size: int | None) -> int | None:
     """Rows of the drafter's own head; fewer than the vocabulary where `d2t` maps them to target ids."""
-    rows: int = reader.integer("draft_vocab_size", default=vocab_size)
-    if rows > vocab_size:
+    rows: int | None = reader.integer("draft_vocab_size", default=vocab_size)
+    if rows is not None and (vocab_size is None or rows > vocab_size):
         raise Exl3DflashError(f"draft_vocab_size in config.json is {rows}", f"at most vocab_size {vocab_size}")
     return rows
 

@@ -29,6 +29,7 @@ class Dialect:
         title: for messages.
         in_exllamav3: whether ExLlamaV3 has a class that loads it.
         stored_prefixes: (prefix in the files, canonical prefix) of tensors that are named otherwise.
+        names_vocabulary: whether config.json must have a vocab_size.
         causal: block causality of all layers where the config does not say; None follows the layer type.
         norm_per_tap: each tap has a norm of its own before `fc` (`aux_hidden_norms.i`).
         context_is_normed: context rows get each layer's input_layernorm before its K and V.
@@ -40,6 +41,7 @@ class Dialect:
     title: str
     in_exllamav3: bool = True
     stored_prefixes: tuple[tuple[str, str], ...] = ()
+    names_vocabulary: bool = True
     causal: bool | None = None
     norm_per_tap: bool = False
     context_is_normed: bool = False
@@ -61,6 +63,8 @@ MUSE_GLIMMER = Dialect(
     "MuseGlimmerAssistantModel",
     "Muse-Glimmer assistant",
     stored_prefixes=(("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm")),
+    names_vocabulary=False,
+    causal=False,
 )
 SPECULATORS = Dialect("DFlashSpeculator", "DFlash in the speculators format", in_exllamav3=False)
 

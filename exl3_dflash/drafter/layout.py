@@ -66,7 +66,7 @@ def linear_specs(config: DrafterConfig, target_hidden_size: int, has_head: bool)
         name = f"{SELECTOR}.hidden_projection"
         specs.append(LinearSpec(name, hidden, config.convolutions.selector_rank, False, SELECTOR))
     if has_head:
-        specs.append(LinearSpec(HEAD, hidden, config.draft_vocab_size, False, HEAD))
+        specs.append(LinearSpec(HEAD, hidden, config.draft_vocab_size or 0, False, HEAD))
     return tuple(specs)
 
 
@@ -109,7 +109,7 @@ def plain_shapes(
             they are there.
         target_hidden_size: width Ht of a tap norm; the drafter's own width by default.
     """
-    hidden = config.hidden_size
+    hidden, vocabulary = config.hidden_size, config.vocab_size or 0
     shapes: dict[str, tuple[int, ...]] = {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     if config.dialect.norm_per_tap:
         for tap in range(len(config.target_layer_ids)):
@@ -117,12 +117,12 @@ def plain_shapes(
     for index in range(config.num_layers):
         shapes |= _layer_shapes(config, f"layers.{index}", _has_sinks(config, index, present))
     if config.convolutions is not None:
-        shapes |= dict.fromkeys(CODEBOOKS, (config.vocab_size, config.convolutions.selector_rank))
+        shapes |= dict.fromkeys(CODEBOOKS, (vocabulary, config.convolutions.selector_rank))
     optional = {
-        EMBEDDING: (config.vocab_size, hidden),
+        EMBEDDING: (vocabulary, hidden),
         MASK_EMBEDDING: (hidden,),
-        DRAFT_TO_TARGET: (config.draft_vocab_size,),
-        TARGET_TO_DRAFT: (config.vocab_size,),
+        DRAFT_TO_TARGET: (config.draft_vocab_size or 0,),
+        TARGET_TO_DRAFT: (vocabulary,),
     }
     return shapes | {name: shape for name, shape in optional.items() if name in present}
 

@@ -121,8 +121,11 @@ GLIMMER_ASSISTANT: dict[str, Any] = {
     **qwen3((6656, 5, 32, 8, 128, 19968, 202048), 1e-5, mask=0, taps=[0], targets=52, rope_theta=5e5),
     "architectures": ["MuseGlimmerAssistantModel"],
     "dflash_config": None,
+    "layer_types": [S] * 5,
     "mask_token_id": 201818,
+    "sliding_window": 2048,
     "target_layer_ids": [1, 13, 25, 37, 49],
+    "vocab_size": None,
 }
 
 _LAYER = qwen3((4096, 5, 32, 8, 128, 12288, 151936), 1e-6, mask=0, taps=[0], targets=0, rope_theta=1e6)
@@ -144,7 +147,7 @@ REDHAT_QWEN3: dict[str, Any] = {
 }
 
 # name -> config.json, (H, L, nh, nkv, hd, I, V), block, mask, taps, target layers, layer types, window, theta
-CONFIGS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[Any, ...]]] = {
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[int | None, ...], tuple[Any, ...]]] = {
     "LFM2.5 1.2B": (
         qwen3((2048, 8, 32, 8, 64, 6144, 65536), 1e-5, mask=16, taps=[1, 4, 7, 10, 13], targets=16, rope_theta=1e6),
         (2048, 8, 32, 8, 64, 6144, 65536),
@@ -196,8 +199,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[Any, ...]]] = {
     ),
     "Muse-Glimmer assistant": (
         GLIMMER_ASSISTANT,
-        (6656, 5, 32, 8, 128, 19968, 202048),
-        (16, 201818, (1, 13, 25, 37, 49), 52, "F" * 5, None, 5e5),
+        (6656, 5, 32, 8, 128, 19968, None),
+        (16, 201818, (1, 13, 25, 37, 49), 52, "S" * 5, 2048, 5e5),
     ),
     "speculators": (
         REDHAT_QWEN3,
@@ -243,6 +246,11 @@ def test_a_config_without_block_size_asks_for_it() -> None:
         DrafterConfig.from_dict(NEMOTRON)
 
 
+def test_a_vocabulary_may_go_unnamed_only_where_the_drafter_has_none() -> None:
+    with pytest.raises(Exl3DflashError, match="no 'vocab_size'"):
+        DrafterConfig.from_dict({**CONFIGS["Qwen3 8B"][0], "vocab_size": None})
+
+
 def test_causality_of_each() -> None:
     causal = {name: [read(name).layer_is_causal(i) for i in range(read(name).num_layers)] for name in CONFIGS}
     assert causal["Qwen3 8B"] == [False] * 5
@@ -251,6 +259,7 @@ def test_causality_of_each() -> None:
     assert causal["Muse-Glimmer, DFlash 2"] == [False] * 5
     assert causal["MiMo"] == [False] * 5  # use_swa without layer_types
     assert causal["Laguna"] == [True] * 6
+    assert causal["Muse-Glimmer assistant"] == [False] * 5
 
 
 def test_rope_of_each() -> None:
