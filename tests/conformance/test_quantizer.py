@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,12 @@ def layer_and_inputs(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def their_tensors(
-    weight: torch.Tensor, inputs: torch.Tensor | None, bits: float, codebook: str, scaled: bool
+    weight: torch.Tensor,
+    inputs: torch.Tensor | None,
+    bits: float,
+    codebook: str,
+    scaled: bool,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """What `Linear.convert_exl3` stores: the layer padded as ExLlamaV3 pads it, the Hessian captured as it captures."""
     from exllamav3.modules import Linear
@@ -53,7 +59,7 @@ def their_tensors(
         linear.capture_H(torch.nn.functional.pad(inputs, (0, size[0] - inputs.shape[1])), params)
     codebooks = {} if codebook == "3inst" else {codebook: True}
     settings = {"K": bits, "seed": SEED, "devices": [CPU], "apply_out_scales": None, "scaled_hessian": scaled}
-    linear.convert_exl3(hessian, {**settings, **codebooks})
+    linear.convert_exl3(hessian, {**settings, **codebooks, **(more or {})})
     return {name.removeprefix("x."): tensor for name, tensor in linear.get_tensors().items()}
 
 
