@@ -146,7 +146,7 @@ class Target(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids (...) to the first layer's input (..., Ht), scaled as the model scales it."""
+        """ids (...) to rows of the table (..., Ht), scaled as the model scales its first layer's input."""
         ...
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

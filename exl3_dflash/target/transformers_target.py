@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target.anatomy import (
@@ -72,8 +73,14 @@ class TransformersTarget:
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids (...) to the first layer's input (..., Ht), scaled as the model scales it."""
-        rows: torch.Tensor = self.model.get_input_embeddings()(ids.to(self.device))
+        """ids (...) to the rows (..., Ht) that a drafter starts from: the table's, scaled as the model scales them.
+
+        This is the first layer's input, but for models that norm it (Muse-Glimmer): their drafters read it unnormed.
+        """
+        table = self.model.get_input_embeddings()
+        if getattr(table, "embed_norm", None) is not None:
+            return functional.embedding(ids.to(self.device), table.weight)
+        rows: torch.Tensor = table(ids.to(self.device))
         return rows if self._outer_embedding_scale == 1.0 else rows * self._outer_embedding_scale
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
