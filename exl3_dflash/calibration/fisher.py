@@ -187,7 +187,8 @@ def score_gradients(
         with torch.enable_grad():
             rows = hidden[chosen, 1:].detach().requires_grad_()
             log_probs = drafter.logits(target, rows).log_softmax(-1)  # (n, B - 1, V)
-        weights = survival_weights(log_probs, labels[chosen]) if settings.survival else torch.ones_like(labels[chosen])
+        columns = drafter.draft_columns(labels[chosen])
+        weights = survival_weights(log_probs, columns) if settings.survival else torch.ones_like(labels[chosen])
         for index in range(settings.samples):
             drawn = draw(log_probs.detach().exp(), generator)
             with torch.enable_grad():

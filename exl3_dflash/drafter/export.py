@@ -10,6 +10,7 @@ ExLlamaV3 knows fewer names than the dialects have, and where it finds none of t
     causality          is_causal                                       causal where sliding
     (Laguna)           dflash_config.causal                            causal
     taps               target_layer_ids + tap_shift                    tap_shift 1
+    (Laguna)           dflash_config.target_layer_ids, no tap_shift
     V scale            attention_value_scale, for a plain o_proj       1
 
 So these are written out where the source says the same in other words; the V scale is left out, because it is in
@@ -57,14 +58,23 @@ def exllamav3_config(config: DrafterConfig, tap_shift: int) -> dict[str, Any]:
         written["sliding_window"] = config.sliding_window
     _write_rope(config, written, places)
     if config.dialect is LAGUNA:
-        nested = written.setdefault(NESTED_KEY, {})
-        nested |= {
-            "causal": config.is_causal,
-            "block_size": config.block_size,
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids),
-        }
+        _write_laguna(config, written, places, tap_shift)
     return written
+
+
+def _write_laguna(config: DrafterConfig, written: dict[str, Any], places: list[dict[str, Any]], tap_shift: int) -> None:
+    """ExLlamaV3's class for Laguna looks into dflash_config alone, and knows no tap_shift: the ids are shifted."""
+    for place in places:
+        for key in ("target_layer_ids", "eagle_aux_hidden_state_layer_ids"):
+            place.pop(key, None)
+    written["tap_shift"] = 0
+    nested = written.get(NESTED_KEY) or {}
+    written[NESTED_KEY] = nested | {
+        "causal": config.is_causal,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [layer + tap_shift for layer in config.target_layer_ids],
+    }
 
 
 def _places(written: dict[str, Any]) -> list[dict[str, Any]]:

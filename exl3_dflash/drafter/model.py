@@ -37,7 +37,7 @@ from exl3_dflash.drafter.layout import (
 )
 from exl3_dflash.drafter.modules import BLOCK, CONTEXT, InputCallback, Observer, RMSNorm, TracedLinear
 from exl3_dflash.drafter.rope import RotaryTable
-from exl3_dflash.drafter.selector import CandidateSelector, Proposal
+from exl3_dflash.drafter.selector import CandidateSelector, Proposal, columns_of
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target.base import Target
 
@@ -268,6 +268,10 @@ class DrafterModel(nn.Module):
             scores = target.output_matrix(hidden.to(target.device))
         scores = scores if scale == 1.0 else scores * scale
         return scores if cap is None else cap * torch.tanh(scores / cap)
+
+    def draft_columns(self, ids: torch.Tensor) -> torch.Tensor:
+        """Columns of `logits` that stand for target ids (...), -1 where the drafter's vocabulary lacks them."""
+        return ids if self._token_ids is None else columns_of(ids, self._token_ids, len(self._token_ids))
 
     def propose(self, target: Target, anchors: torch.Tensor, hidden: torch.Tensor) -> Proposal:
         """The tokens that the drafter proposes.

@@ -32,12 +32,24 @@ class Proposal(NamedTuple):
 
     def columns(self, ids: torch.Tensor) -> torch.Tensor:
         """The columns of `logits` that stand for target ids (...), -1 where none does."""
-        if self.token_ids is None:
-            return torch.where(ids < self.logits.shape[-1], ids, -1)
-        known = self.token_ids.to(ids.device)
-        columns = ids.new_full((int(max(known.max(), ids.max())) + 1,), -1)
-        columns[known] = torch.arange(len(known), device=ids.device)
-        return columns[ids]
+        return columns_of(ids, self.token_ids, self.logits.shape[-1])
+
+
+def columns_of(ids: torch.Tensor, token_ids: torch.Tensor | None, width: int) -> torch.Tensor:
+    """Columns of logits (..., width) that stand for target ids (...), -1 where none does.
+
+    Args:
+        ids: int64, target ids; negative ones stand for no token.
+        token_ids: target ids (width,) of the columns; None where they are the ids.
+        width: number of columns.
+    """
+    if token_ids is None:
+        return torch.where((ids >= 0) & (ids < width), ids, -1)
+    known = token_ids.to(ids.device)
+    columns = ids.new_full((int(known.max()) + 1,), -1)
+    columns[known] = torch.arange(len(known), device=ids.device)
+    inside = (ids >= 0) & (ids < len(columns))
+    return torch.where(inside, columns[ids.clamp(0, len(columns) - 1)], -1)
 
 
 class CandidateSelector(nn.Module):

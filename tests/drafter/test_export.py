@@ -72,4 +72,6 @@ def test_laguna_keys_are_where_exllamav3_reads_them() -> None:
     expected = {"causal": False, "block_size": 4, "mask_token_id": 260, "target_layer_ids": [2, 0]}
     assert written["dflash_config"] == expected
     assert exllamav3_config(source("laguna"), 0)["dflash_config"]["causal"] is True
+    shifted = exllamav3_config(source("laguna"), 1)  # it reads no tap_shift there
+    assert (shifted["dflash_config"]["target_layer_ids"], shifted["tap_shift"]) == ([1, 3, 4], 0)
     assert exllamav3_config(source("mimo"), 0)["is_causal"] is False

@@ -152,6 +152,7 @@ def test_own_embedding_and_reduced_vocabulary_propose_target_ids(tmp_path: Path)
     assert torch.equal(proposal.columns(ids), best)
     unknown = (~tensors["t2d"]).nonzero().flatten()
     assert proposal.columns(unknown).eq(-1).all()
+    assert torch.equal(model.draft_columns(torch.tensor([-1, int(ids[0, 0])])), torch.tensor([-1, int(best[0, 0])]))
 
 
 @pytest.mark.parametrize(
