@@ -33,7 +33,8 @@ from exl3_dflash.target.load import sketch_target
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "doctor.md"
 BEGIN, END = "<!-- faults: benchmarks/doctor_faults.py --write -->", "<!-- end of faults -->"
-SETTINGS = DoctorSettings(rows=16, anchors_per_row=48, device="cpu", dtype="float32", threads=1)
+SETTINGS = DoctorSettings(rows=12, anchors_per_row=32, device="cpu", dtype="float32", threads=1)
+HEALTHY = "none: the embedded pair as it is"
 FP16_LIMIT = 65504.0
 
 
@@ -162,24 +163,46 @@ def _fine_tuned(_: Path, target: Path) -> None:
     edit_tensors(target, drift)
 
 
-def _one_bit(drafter: Path, target: Path) -> None:
-    """Replace the drafter by itself at 1 bit per weight, calibrated."""
-    settings = JobSettings(
-        source=str(drafter),
-        target=str(target),
-        out_dir=drafter.with_name("one-bit"),
-        bits=1,
-        cal_data="chat",
-        cal_rows=8,
-        cal_cols=256,
-        eval_rows=4,
-        device="cpu",
-        dtype="float32",
-        threads=1,
+def with_sliding_layer(drafter: Path) -> None:
+    """Give the drafter a second layer with a window of 1, under which it computes exactly what it did.
+
+    A row of that layer sees only itself, and attention adds its own normed state to it: the direction stays, and the
+    final norm takes the length away. Without the window it sees everything, and is lost.
+    """
+    config = json.loads((drafter / "config.json").read_text())
+    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    assert heads == config["num_key_value_heads"]
+    assert hidden == heads * size
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("layers.0.")]:
+            like = tensors[name]
+            silent = torch.ones_like(like) if like.ndim == 1 else torch.zeros_like(like)
+            tensors[name.replace("layers.0.", "layers.1.")] = silent
+        identity = torch.eye(hidden, dtype=torch.bfloat16)
+        tensors["layers.1.self_attn.v_proj.weight"] = identity
+        tensors["layers.1.self_attn.o_proj.weight"] = 20 * identity
+
+    edit_tensors(drafter, add)
+    types = ["full_attention", "sliding_attention"]
+    sliding = {"layer_types": types, "sliding_window": 1, "use_sliding_window": True, "is_causal": False}
+    edit_config(drafter, num_hidden_layers=2, **sliding)
+
+
+def _window_ignored(drafter: Path, _: Path) -> None:
+    """A drafter that was made with a sliding layer, and a config that calls all layers full."""
+    with_sliding_layer(drafter)
+    edit_config(drafter, layer_types=["full_attention"] * 2)
+
+
+def _one_bit(drafter: Path, _: Path) -> None:
+    """Replace the drafter by itself at 1 bit per weight."""
+    out = drafter.with_name("one-bit")
+    quantize_drafter(
+        JobSettings(source=str(drafter), target=None, out_dir=out, bits=1, calibration="none", eval_rows=0, threads=1)
     )
-    quantize_drafter(settings)
     shutil.rmtree(drafter)
-    settings.out_dir.rename(drafter)
+    out.rename(drafter)
 
 
 def tensor_kinds() -> list[str]:
@@ -193,7 +216,8 @@ def measured_faults() -> list[Fault]:
     return [
         config_fault("tap ids off by one", "taps", "taps, tried", target_layer_ids=[1, 2, 3]),
         config_fault("wrong theta (1e6 for 1e4)", "rope", "rope, tried", rope_theta=1e6),
-        config_fault("window wrong (8 for none)", "window", "window, tried", **full_window),
+        Fault("window ignored (1 in the second layer)", "window", "window, tried", _window_ignored),
+        config_fault("window where there is none (8)", "window", "window, tried", **full_window),
         config_fault("causality flipped", "causality", "causality, tried", is_causal=True),
         Fault("wrong target, same shape", "target", "acceptance", _other_weights, own_target=True),
         Fault("fine-tuned target", "target", "acceptance", _fine_tuned, own_target=True),
@@ -240,25 +264,46 @@ def run_fault(fault: Fault, prepared: PreparedTarget) -> Outcome:
         return Outcome(fault, diagnose(str(drafter), str(target), SETTINGS, prepared=ready))
 
 
+def table_names() -> list[str]:
+    """First column of the table: the kinds of tensors share a line for each way to lose one."""
+    kinds = len(tensor_kinds())
+    lost = [f"tensor missing, each of {kinds} kinds", f"tensor renamed, each of {kinds} kinds"]
+    return [HEALTHY, *lost, *(fault.name for fault in measured_faults())]
+
+
 def table(outcomes: list[Outcome]) -> str:
-    """The outcomes as Markdown."""
+    """The outcomes as Markdown; the first is the healthy pair."""
+    kinds = len(tensor_kinds())
+    parts = [[outcomes[0]], outcomes[1 : 1 + kinds], outcomes[1 + kinds : 1 + 2 * kinds]]
+    parts += [[outcome] for outcome in outcomes[1 + 2 * kinds :]]
     lines = ["| fault | verdict | seen by | what it says | accept length |", "|---|---|---|---|---|"]
-    for outcome in outcomes:
-        found, fault = outcome.diagnosis, outcome.fault
-        told = [check for check in found.checks if fault is not None and check.name == fault.check]
-        seen = _shortened(told[-1].seen) if told else "-"
-        length = f"{found.acceptance.accept_length:.2f}" if found.acceptance else "not run"
-        name = fault.name if fault else "none: the embedded pair as it is"
-        verdict = found.verdict.cause or ("healthy" if not found.warned() else "healthy, with a warning")
-        lines.append(f"| {name} | {verdict} | {fault.check if fault else '-'} | {seen} | {length} |")
+    lines += [_line(name, part) for name, part in zip(table_names(), parts, strict=True)]
     right = sum(outcome.named for outcome in outcomes)
-    return "\n".join([*lines, "", f"{right} of {len(outcomes)} are right (the cause named, and nothing on the first)."])
+    return "\n".join([*lines, "", f"{right} of {len(outcomes)} are right: the cause named, and nothing on the first."])
+
+
+def _line(name: str, part: list[Outcome]) -> str:
+    found, fault = part[0].diagnosis, part[0].fault
+    if fault is None:
+        length = f"{found.acceptance.accept_length:.2f}" if found.acceptance else "not run"
+        return f"| {name} | {_verdict(found)} | - | {len(found.checks)} checks pass | {length} |"
+    told = [check for check in found.checks if check.name == fault.check]
+    seen = _shortened(told[-1].seen) if told else "-"
+    if len(part) > 1:
+        seen = f"{sum(outcome.named for outcome in part)} of {len(part)} named; for example: {seen}"
+    length = f"{found.acceptance.accept_length:.2f}" if found.acceptance else "not run"
+    return f"| {name} | {_verdict(found)} | {fault.check} | {seen} | {length} |"
+
+
+def _verdict(found: Diagnosis) -> str:
+    return found.verdict.cause or ("healthy, with a warning" if found.warned() else "healthy")
 
 
 def _shortened(text: str, limit: int = 160) -> str:
     text = re.sub(r"^\S*/drafter\S* does not hold the drafter that its config.json describes: ", "", text)
     text = re.sub(r"; expected every tensor of the model and no other$", "", text)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return text.replace("|", "\\|")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Settings other than the configured ones, by the area of the fault that each would explain.
 
 Only settings that occur in published drafters are tried: taps one layer up and down, the usual RoPE bases and the
-target's own, windows of the usual sizes and any that the config names, the other causality, the special tokens of the
+target's own, windows of the usual sizes and any that a config names, the other causality, the special tokens of the
 tokenizer as mask, and the other embedding scales. A setting that computes the same as the configured one is left out.
 """
 
@@ -90,19 +90,36 @@ def _rope(config: DrafterConfig, sketch: TargetSketch) -> Iterator[Alternative]:
 
 
 def _windows(config: DrafterConfig, sketch: TargetSketch) -> Iterator[Alternative]:
-    """Full attention for sliding layers, and windows for full ones; causality stays as it is in every layer."""
-    named = {unused_window(config), sketch.sliding_window} - {None}
+    """Full attention for sliding layers, other windows for them, and windows for full ones.
+
+    Where no layer slides, all layers and all but the last are tried with the usual windows; a window that a config
+    names is tried on every single layer, too. Causality stays as it is in every layer where it can.
+    """
+    named = {int(value) for value in (unused_window(config), sketch.sliding_window) if value}
     if SLIDING in config.layer_types:
         full = replace(config, layer_types=(FULL,) * config.num_layers, sliding_window=None)
         yield Alternative("window", _same_causality("full attention", config, full), "remove the sliding layers")
-    for window in sorted({*WINDOWS, *(int(value) for value in named if value)} - {config.sliding_window}):
-        types = config.layer_types if SLIDING in config.layer_types else (SLIDING,) * config.num_layers
-        slid = replace(config, layer_types=types, sliding_window=window)
-        yield Alternative(
-            "window",
-            _same_causality(f"window {window}", config, slid),
-            f"set layer_types to sliding_attention and sliding_window to {window}",
-        )
+    for window in sorted({*WINDOWS, *named} - {config.sliding_window}):
+        for types in _layer_patterns(config, each=window in named):
+            slid = replace(config, layer_types=types, sliding_window=window)
+            layers = [index for index, kind in enumerate(types) if kind == SLIDING]
+            yield Alternative(
+                "window",
+                _same_causality(f"window {window} in layers {layers}", config, slid),
+                f"set sliding_window to {window} and layer_types to {list(types)}",
+            )
+
+
+def _layer_patterns(config: DrafterConfig, each: bool) -> list[tuple[str, ...]]:
+    """Which layers may slide: those that do; if none, all, all but the last, and (with `each`) every one alone."""
+    count = config.num_layers
+    if SLIDING in config.layer_types:
+        return [config.layer_types]
+    patterns = [(SLIDING,) * count]
+    if count > 1:
+        patterns.append((*(SLIDING,) * (count - 1), FULL))
+        patterns += [tuple(SLIDING if i == index else FULL for i in range(count)) for index in range(count) if each]
+    return list(dict.fromkeys(patterns))
 
 
 def _same_causality(name: str, before: DrafterConfig, after: DrafterConfig) -> Candidate:

@@ -28,6 +28,7 @@ TELLING_FIRST_ACCEPTANCE = 0.2  # a better setting must itself accept this much,
 FAST_DECAY = 0.6  # acceptance of later positions over the first one's
 LONG_CONTEXT_LOSS = 0.4  # accept length on the longer half of contexts over the shorter half's
 THINKING_RATIO = 1.5
+NEARLY_AS_GOOD = 0.02  # of the largest gain: settings that close are one and the same to the drafter
 ALTERNATIVE_LEVEL = 0.99  # of the intervals by which alternatives are judged: there are many of them
 
 
@@ -107,7 +108,7 @@ def try_alternatives(probe: CandidateProbe, base: Candidate, tried: Sequence[Alt
 def check_alternatives(results: Sequence[Tried], base: CandidateFigures) -> list[Check]:
     """One check per area: the area of the best clear alternative fails, that of a lesser one is only noted."""
     clear = [tried for tried in results if tried.clear]
-    best = max(clear, key=lambda tried: tried.gain.value) if clear else None
+    best = _best(clear) if clear else None
     checks = []
     for area in AREAS:
         own = [tried for tried in results if tried.alternative.area == area]
@@ -116,9 +117,15 @@ def check_alternatives(results: Sequence[Tried], base: CandidateFigures) -> list
     return checks
 
 
+def _best(tried: Sequence[Tried]) -> Tried:
+    """The largest gain; of those that come near it the first, since the likelier settings are tried first."""
+    largest = max(item.gain.value for item in tried)
+    return next(item for item in tried if item.gain.value >= largest - NEARLY_AS_GOOD * abs(largest))
+
+
 def _area_check(area: str, own: Sequence[Tried], best: Tried | None, base: CandidateFigures) -> Check:
     name = f"{area}, tried"
-    top = max(own, key=lambda tried: tried.gain.value)
+    top = _best([tried for tried in own if tried.clear] or own)
     low, high = top.gain.nats_interval
     seen = (
         f"{top.alternative.candidate.name} accepts {top.figures.accept_length:.2f}, as configured "

@@ -8,6 +8,8 @@ them alike. Figures:
   is the ratio of the sums.
 - accept rate: accepted / proposed draft tokens, over all requests.
 - tokens per second: decoded tokens / decoding seconds, over all requests; speedup is its ratio to the baseline's.
+- break-even accept length: seconds of a verify step, drafting included / seconds of a plain token. A drafter speeds
+  decoding up only where its token-weighted accept length is above that; the speedup is the ratio of the two.
 - identical: requests whose token ids equal the baseline's.
 - looping: requests whose output repeats itself (such text inflates acceptance).
 """
@@ -36,6 +38,7 @@ class EngineRun:
     speedup: float
     identical: int
     looping: int
+    break_even_accept_length: float | None = None
 
 
 @dataclass
@@ -92,6 +95,7 @@ def _summarize(name: str, run: _Collected, baseline: _Collected) -> EngineRun:
     steps = sum(stats.verify_steps for stats in run.stats)
     proposed = sum(stats.proposed for stats in run.stats)
     decoded = sum(stats.decoded_tokens for stats in run.stats)
+    decode_seconds = sum(stats.decode_seconds for stats in run.stats)
     return EngineRun(
         name=name,
         requests=len(run.stats),
@@ -103,6 +107,7 @@ def _summarize(name: str, run: _Collected, baseline: _Collected) -> EngineRun:
         speedup=_speed(run) / _speed(baseline),
         identical=sum(ours == theirs for ours, theirs in zip(run.outputs, baseline.outputs, strict=True)),
         looping=sum(stats.looping for stats in run.stats),
+        break_even_accept_length=decode_seconds / steps * _speed(baseline) if steps else None,
     )
 
 

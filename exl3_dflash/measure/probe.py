@@ -88,7 +88,7 @@ def open_settings(checkpoint: DrafterCheckpoint, target: Target) -> tuple[str, .
 def embedding_scales(target: Target) -> tuple[float, ...]:
     """The scales worth trying, the target's own first."""
     facts = target.facts
-    return tuple(dict.fromkeys((facts.embedding_scale, 1.0, round(facts.hidden_size**0.5, 6))))
+    return tuple(dict.fromkeys((facts.embedding_scale, 1.0, facts.hidden_size**0.5)))
 
 
 def shifted_layers(config: DrafterConfig, shift: int, num_layers: int) -> tuple[int, ...] | None:
