@@ -115,6 +115,11 @@ class QuantizedLinear:
     output_damping: float | None = None
     output_fallback: str | None = None
 
+    @property
+    def method(self) -> str:
+        """Along which sides errors were fed back: `two-sided`, `one-sided` or `none` (also if read from a file)."""
+        return ("none", "one-sided", "two-sided")[sum(d is not None for d in (self.damping, self.output_damping))]
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors to store for a linear layer called `name`, by their full names.
 

@@ -37,6 +37,12 @@ def quantize(
     calibration: Annotated[
         str, typer.Option("--calibration", help="target: run the target; none: as ExLlamaV3's converter does.")
     ] = "target",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method", help="two-sided: weigh errors by what inputs and outputs say; one-sided: inputs only."
+        ),
+    ] = "two-sided",
     cal_data: Annotated[
         str,
         typer.Option(
@@ -83,6 +89,7 @@ def quantize(
         codebook=codebook,
         out_scales=out_scales,
         calibration=calibration,
+        method=method,
         cal_data=cal_data,
         cal_rows=cal_rows,
         cal_cols=cal_cols,

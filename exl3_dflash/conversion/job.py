@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from exl3_dflash.calibration.capture import Calibration, calibrate
+from exl3_dflash.calibration.fisher import FisherSettings
 from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
 from exl3_dflash.conversion.output import audit_output, write_output
 from exl3_dflash.conversion.plan import QuantizationPlan, TensorPlan, describe, make_plan
@@ -220,6 +221,7 @@ def _calibrate(
             inputs.target,
             rows.rows,
             accept_length=accept_length,
+            fisher=FisherSettings() if settings.method == "two-sided" else None,
             seed=settings.seed,
             progress=lambda: advance(1),
         )
@@ -229,10 +231,10 @@ def _calibrate(
             expected="rows with at least two tokens and finite target features",
             fix="try --dtype float32 or other --cal-data",
         )
-    if calibration.dropped_rows or calibration.dropped_inputs:
+    if calibration.dropped_rows or calibration.dropped_inputs or calibration.dropped_gradients:
         reporter.note(
-            f"note: {calibration.dropped_rows} rows and {calibration.dropped_inputs} single inputs were not finite "
-            "and were dropped"
+            f"note: {calibration.dropped_rows} rows, {calibration.dropped_inputs} single inputs and "
+            f"{calibration.dropped_gradients} single gradients were not finite and were dropped"
         )
     packed = pack_calibration(calibration)
     work.save("calibration", packed.tensors, packed.facts)
@@ -278,7 +280,8 @@ def _quantize_tensors(
                 quantized[name] = unpack_linear(stored)
             else:
                 hessian = calibration.hessians.get(tensor.linear.group) if calibration else None
-                quantized[name] = quantize_tensor(settings, inputs.checkpoint, tensor, hessian)
+                outputs = calibration.output_hessians.get(name) if calibration else None
+                quantized[name] = quantize_tensor(settings, inputs.checkpoint, tensor, hessian, outputs)
                 packed = pack_linear(quantized[name])
                 work.save(f"tensor-{name}", packed.tensors, packed.facts)
             advance(tensor.tiles)
@@ -286,9 +289,13 @@ def _quantize_tensors(
 
 
 def quantize_tensor(
-    settings: JobSettings, checkpoint: DrafterCheckpoint, tensor: TensorPlan, hessian: Hessian | None
+    settings: JobSettings,
+    checkpoint: DrafterCheckpoint,
+    tensor: TensorPlan,
+    hessian: Hessian | None,
+    output_hessian: Hessian | None = None,
 ) -> QuantizedLinear:
-    """Quantize one linear of a drafter as planned."""
+    """Quantize one linear of a drafter as planned, with the Hessians of its inputs and outputs where they are known."""
     assert tensor.bits is not None
     name = tensor.linear.name
     weight = checkpoint.load(f"{name}.weight").float().T.contiguous()  # (in, out)
@@ -300,7 +307,7 @@ def quantize_tensor(
         seed=tensor_seed(settings.seed, name),
         threads=settings.threads,
     )
-    return quantize_linear(weight, hessian, quant_settings, bias=bias, name=name)
+    return quantize_linear(weight, hessian, quant_settings, output_hessian=output_hessian, bias=bias, name=name)
 
 
 def _measure_pair(
@@ -382,6 +389,8 @@ def _tensor_report(tensor: TensorPlan, linear: QuantizedLinear) -> TensorReport:
         weight_error=linear.weight_error,
         fallback=linear.fallback,
         seconds=linear.seconds,
+        method=linear.method,
+        output_fallback=linear.output_fallback,
     )
 
 
@@ -399,5 +408,7 @@ def _calibration_report(
         anchors=calibration.anchors,
         dropped_rows=calibration.dropped_rows,
         dropped_inputs=calibration.dropped_inputs,
+        dropped_gradients=calibration.dropped_gradients,
+        method=settings.method,
         notes=list(rows.notes),
     )

@@ -17,7 +17,9 @@ VERSIONED_PACKAGES = ("exl3-dflash", "torch", "transformers", "safetensors", "ex
 @dataclass(frozen=True)
 class TensorReport:
     """One quantized linear: `proxy_error` is relative output error on calibration inputs, `weight_error` relative
-    squared error of the stored weight; `fallback` is why no Hessian was used, or null."""
+    squared error of the stored weight; `method` says along which sides errors were fed back (`two-sided`, `one-sided`,
+    `none`), `fallback` why not along the inputs and `output_fallback` why not along the outputs, or null. For two-sided
+    tensors `proxy_error` weighs outputs too."""
 
     name: str
     shape: list[int]
@@ -26,6 +28,8 @@ class TensorReport:
     weight_error: float
     fallback: str | None
     seconds: float
+    method: str = "none"
+    output_fallback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class CalibrationReport:
     anchors: int = 0
     dropped_rows: int = 0
     dropped_inputs: int = 0
+    dropped_gradients: int = 0
+    method: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -92,6 +98,9 @@ class QuantizeReport:
         ]
         if fallbacks and self.calibration.mode != "none":
             lines.append(f"without a usable Hessian: {', '.join(fallbacks)}")
+        one_sided = [tensor.name for tensor in self.tensors if tensor.output_fallback]
+        if one_sided:
+            lines.append(f"without a usable output-side Hessian: {', '.join(one_sided)}")
         if self.fidelity is not None:
             before, after = self.fidelity["drafters"]
             low, high = after["retention_ci95"]

@@ -12,6 +12,7 @@ from quantize.linear import OUT_SCALES
 from quantize.trellis import SUPPORTED_BITS
 
 CALIBRATIONS = ("target", "none")
+METHODS = ("two-sided", "one-sided")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class JobSettings:
         codebook: `mul1`, `mcg` or `3inst`.
         out_scales: output channel scales: `auto`, `always` or `never`.
         calibration: `target` (run the target) or `none` (no Hessian, no feedback).
+        method: of calibrated layers: errors weighed by inputs and outputs (`two-sided`) or inputs only (`one-sided`).
         cal_data: `default`, `chat` or a path (see `exl3_dflash.calibration.rows`).
         cal_rows, cal_cols: calibration rows and tokens per row.
         eval_rows: held-out rows on which the drafter is measured before and after; 0 measures nothing.
@@ -45,6 +47,7 @@ class JobSettings:
     codebook: str = "mul1"
     out_scales: str = "auto"
     calibration: str = "target"
+    method: str = "two-sided"
     cal_data: str = "default"
     cal_rows: int = 250
     cal_cols: int = 2048
@@ -71,6 +74,7 @@ class JobSettings:
         _check_choice("--codebook", self.codebook, CODEBOOKS)
         _check_choice("--out-scales", self.out_scales, OUT_SCALES)
         _check_choice("--calibration", self.calibration, CALIBRATIONS)
+        _check_choice("--method", self.method, METHODS)
         for option, bits in (("--bits", self.bits), ("--head-bits", self.head_bits)):
             _check_bits(option, bits, self.codebook)
         for option, value, least in (
