@@ -1,9 +1,9 @@
-"""Retention over bits, calibrated against uncalibrated, on one pair: the table that the README quotes.
+"""Retention over bits and methods on one pair: uncalibrated, one-sided and two-sided calibration.
 
     python benchmarks/fidelity.py --source demo --target demo --cal-data chat --bits 2,3,4 --json fidelity.json
 
-Prints a Markdown table; `--json FILE` also writes every figure. "Uncalibrated" is what a converter without a target can
-do: no Hessian, no error feedback.
+Prints Markdown tables; `--json FILE` also writes every figure. The methods are those of `exl3_dflash.measure.grid`;
+each is compared with the one before it at the same bits, paired, in the order of `--methods`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from exl3_dflash.conversion.report import package_versions
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.hub.resolve import resolve
-from exl3_dflash.measure.grid import GridResult, Variant, run_grid
+from exl3_dflash.measure.grid import METHODS, GridResult, Variant, run_grid
 from exl3_dflash.pairing import check_pairing
 from exl3_dflash.progress import Reporter
 from exl3_dflash.target.load import load_target
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--source", default="demo", help="the unquantized drafter")
     parser.add_argument("--target", default="demo", help="its target")
     parser.add_argument("--bits", default="2,3,4", help="comma-separated bits per weight")
+    parser.add_argument("--methods", default="uncalibrated,one-sided,two-sided", help=f"of {', '.join(METHODS)}")
     parser.add_argument("--cal-data", default="chat", help="as for exl3-dflash quantize")
     parser.add_argument("--cal-rows", type=int, default=96)
     parser.add_argument("--cal-cols", type=int, default=512)
@@ -55,7 +56,8 @@ def main() -> None:
         progress=reporter,
         target_directory=resolved.path,
     )
-    variants = [Variant(float(bits), mode) for bits in options.bits.split(",") for mode in ("none", "target")]
+    methods = options.methods.split(",")
+    variants = [Variant(float(bits), method) for bits in options.bits.split(",") for method in methods]
     result = run_grid(checkpoint, target, rows, variants, settings, reporter)
     print(table(result))
     if options.json:
@@ -68,8 +70,8 @@ def table(result: GridResult) -> str:
         f"{result.anchors} held-out anchors in {result.rows} rows; calibration: {result.calibration_rows} rows, "
         f"{result.source}; 95 % bootstrap over rows, paired.",
         "",
-        "| drafter | stored bpw | accept length | retained, % | top-1 agreement, % | KL | output error, mean |",
-        "|---|---|---|---|---|---|---|",
+        "| drafter | stored bpw | accept length | retained, % | top-1 agreement, % | KL | output error | seconds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in result.fidelity:
         errors = result.output_errors.get(row.name)
@@ -79,9 +81,15 @@ def table(result: GridResult) -> str:
             f"| {row.name} | {bpw} | {row.accept_length:.3f} ({row.ci95[0]:.3f} to {row.ci95[1]:.3f}) "
             f"| {_percent(row.retention, row.retention_ci95)} "
             f"| {_percent(row.top1_agreement, row.top1_agreement_ci95)} "
-            f"| {row.kl:.4f} | {error} |"
+            f"| {row.kl:.4f} | {error} | {result.seconds.get(row.name, 0.0):.1f} |"
         )
-    return "\n".join([*lines, "", *tensor_table(result)])
+    return "\n".join([*lines, "", *comparison_table(result), "", *tensor_table(result)])
+
+
+def comparison_table(result: GridResult) -> list[str]:
+    """Each method against the one before it."""
+    lines = ["| method | against | accept length, ratio in % |", "|---|---|---|"]
+    return lines + [f"| {c.better} | {c.base} | {_percent(c.ratio, c.ci95)} |" for c in result.comparisons]
 
 
 def tensor_table(result: GridResult) -> list[str]:
