@@ -47,9 +47,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration that was really run; `mode` is "target" or "none". `data` is a kind or a file's name."""
+    """The calibration that was really run; `mode` is "target" or "none". `data` is a kind or a file's name, `method`
+    "two-sided" or "one-sided" (errors weighed by inputs and outputs, or inputs only), None where none was run."""
 
     mode: str
+    method: str | None
     data: str
     rows: int
     cols: int
@@ -67,9 +69,9 @@ class Calibration:
 class CardFacts:
     """The facts of one quantized drafter; names are those of the report (`exl3_dflash.conversion.report`).
 
-    `fallbacks` are tensors that were quantized without a usable Hessian, and why; `copied` those left unquantized, and
-    why; `probe` settings that the source left open, what was chosen for each, and why; `fingerprint` is the SHA-256 of
-    the report file, by which a card is known to belong to it.
+    `fallbacks` are tensors that were quantized without a usable Hessian of their inputs, and why, `output_fallbacks` of
+    their outputs; `copied` those left unquantized, and why; `probe` settings that the source left open, what was chosen
+    for each, and why; `fingerprint` is the SHA-256 of the report file, by which a card is known to belong to it.
     """
 
     source: str
@@ -86,6 +88,7 @@ class CardFacts:
     source_bytes: int
     tensor_count: int
     fallbacks: tuple[tuple[str, str], ...]
+    output_fallbacks: tuple[tuple[str, str], ...]
     copied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     calibration: Calibration
@@ -141,7 +144,8 @@ def _facts(report: Mapping[str, Any], fingerprint: str) -> CardFacts:
         size_bytes=int(report["size_bytes"]),
         source_bytes=int(report["source_bytes"]),
         tensor_count=len(tensors),
-        fallbacks=tuple((tensor["name"], tensor["fallback"]) for tensor in tensors if tensor["fallback"]),
+        fallbacks=_reasons(tensors, "fallback"),
+        output_fallbacks=_reasons(tensors, "output_fallback"),
         copied=tuple(report["copied"].items()),
         notes=tuple(report["notes"]),
         calibration=_calibration(report["calibration"]),
@@ -154,12 +158,17 @@ def _facts(report: Mapping[str, Any], fingerprint: str) -> CardFacts:
     )
 
 
+def _reasons(tensors: list[Mapping[str, Any]], key: str) -> tuple[tuple[str, str], ...]:
+    return tuple((tensor["name"], tensor[key]) for tensor in tensors if tensor.get(key))
+
+
 def _calibration(said: Mapping[str, Any]) -> Calibration:
     if said["mode"] not in ("target", "none"):
         raise ValueError(f"calibration mode {said['mode']!r}")
     data = said["source"] or ""
     return Calibration(
         mode=said["mode"],
+        method=said.get("method"),
         data=data if data in KNOWN_CALIBRATION_DATA else PurePath(data).name,  # a path is nobody's business
         rows=int(said["rows"]),
         cols=int(said["cols"]),

@@ -117,6 +117,7 @@ def make_report(**changes: Any) -> dict[str, Any]:
             "anchors": 96411,
             "dropped_rows": 3,
             "dropped_inputs": 0,
+            "method": "two-sided",
             "notes": [],
         },
         "tap_shift": 1,

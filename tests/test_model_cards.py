@@ -109,6 +109,7 @@ def test_values_stand_where_they_belong(directory: Path) -> None:
         "| Bits per weight | 4 asked for, 4.0317 stored,",
         "| Codebook | `mul1` |",
         "| Output scales | `auto` |",
+        "inputs and outputs (`two-sided`) |",
         "| Quantized tensors | 9 |",
         "| Tap shift | 1, pinned in `config.json` |",
         "| Probed, as the source leaves it open | `tap_shift` 1: better |",
@@ -151,8 +152,15 @@ def test_head_bits_are_inert_without_a_head(tmp_path: Path) -> None:
 def test_fallbacks_copies_and_notes_are_said(tmp_path: Path) -> None:
     report = make_report(copied={"fc": "320 x 96 | odd"}, notes=["hidden size 96 cannot be run by ExLlamaV3"])
     report["tensors"][1]["fallback"] = "no rows"
+    report["tensors"][2]["output_fallback"] = "no gradients"
     text = own_part(text_of(write_directory(tmp_path / "a", report)))
     assert "9, of which 1 without a usable Hessian: `layers.0.mlp.up_proj` (no rows)" in text
+    assert "without a usable output side: `layers.1.mlp.up_proj` (no gradients)" in text
+    report["calibration"]["method"] = "one-sided"
+    text = own_part(text_of(write_directory(tmp_path / "b", report)))
+    assert "--cal-cols 2048 --method one-sided" in text
+    assert "output side" not in text
+    text = own_part(text_of(write_directory(tmp_path / "a", report)))
     assert "| Left unquantized | `fc` (320 x 96 \\| odd) |" in text
     assert "- **hidden size 96 cannot be run by ExLlamaV3**" in text
 

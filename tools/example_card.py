@@ -40,13 +40,14 @@ def main() -> None:
             target="demo",
             out_dir=Path(folder) / "demo",
             cal_data="chat",
-            cal_rows=48,
+            cal_rows=32,
             cal_cols=512,
-            eval_rows=24,
+            eval_rows=16,
             device="cpu",
             dtype="float32",
+            threads=1,
         )
-        report = normalised(quantize_drafter(settings, Reporter()).to_json())
+        report = normalised(quantize_drafter(settings, Reporter(quiet=True)).to_json())
     EXAMPLE.mkdir(parents=True, exist_ok=True)
     (EXAMPLE / "quantize_report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (EXAMPLE / "README.md").unlink(missing_ok=True)

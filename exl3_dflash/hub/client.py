@@ -21,6 +21,7 @@ AGAIN = "run the same command again: it continues where it stopped"
 LOGIN = "run: hf auth login (or set HF_TOKEN)"
 _QUOTA_WORDS = ("quota", "storage limit", "storage space", "payment", "exceeded your")
 _METADATA_WORDS = ("yaml", "metadata", "license", "front matter", "base_model")
+_NETWORK_ERROR = re.compile(r"Connect|Timeout|Network|Proxy|DNS")  # of the HTTP library, by name
 _RESET_SECONDS = re.compile(r";\s*t\s*=\s*(\d+)")
 
 
@@ -95,7 +96,7 @@ def _explain_without_status(error: Exception) -> Explanation:
     said = str(error).lower()
     if any(word in said for word in _QUOTA_WORDS):
         return Explanation("the storage quota is exhausted", "room for these files", "free some storage")
-    if isinstance(error, (OSError, ConnectionError)) or "connect" in type(error).__name__.lower():
+    if isinstance(error, (ConnectionError, TimeoutError)) or _NETWORK_ERROR.search(type(error).__name__):
         return Explanation(f"the Hub cannot be reached ({type(error).__name__})", "a network connection", AGAIN)
     return Explanation(f"the transfer was interrupted ({type(error).__name__})", None, AGAIN)
 
