@@ -73,7 +73,7 @@ def choose_license(asked: License | None, inherited: Mapping[str, Any]) -> Licen
         return asked
     said = inherited.get("license")
     names = [said] if isinstance(said, str) else said if isinstance(said, list) else []
-    names = [str(name).strip() for name in names if name is not None]
+    names = [str(name).strip().lower() for name in names if name is not None]
     if not names or any(not _LICENSE_ID.fullmatch(name) or name in ("none", "null") for name in names):
         raise Exl3DflashError(
             f"the source's card names no license ({said!r})" if inherited else "the license is not known",

@@ -255,6 +255,8 @@ def test_licenses_that_were_asked_for_or_inherited(directory: Path) -> None:
     data = ModelCard(text_of(directory, asked("other", "my-license", "https://example.org/l"))).data
     assert (data.license, data.license_name, data.license_link) == ("other", "my-license", "https://example.org/l")
     assert "apache-2.0" in known_licenses()
+    (directory / "README.md").write_text(UPSTREAM_CARD.replace("license: apache-2.0", "license: Apache-2.0"))
+    assert ModelCard(text_of(directory)).data.license == "apache-2.0"
     source = UPSTREAM_CARD.replace("license: apache-2.0", "license: other\nlicense_name: qwen\nlicense_link: LICENSE")
     (directory / "README.md").write_text(source)
     data = ModelCard(text_of(directory)).data

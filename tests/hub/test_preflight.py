@@ -29,7 +29,7 @@ def test_a_good_directory_is_listed_with_its_hashes(drafters: tuple[Path, Path])
 
 
 def test_tensors_that_are_written_under_other_names(tmp_path: Path, run: Run) -> None:
-    source = make_family_drafter(tmp_path / "source", "muse-glimmer", num_hidden_layers=1)
+    source = make_family_drafter(tmp_path / "source", "muse-glimmer")
     out = tmp_path / "out"
     quantize_drafter(JobSettings(str(source), None, out, bits=2, calibration="none", threads=1))
     assert run("card", out, "--license", "mit", "-q")[0] == 0
