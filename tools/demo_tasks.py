@@ -41,11 +41,11 @@ def sum_turn(rng: random.Random) -> Turn:
         f"{taker} had {total} {things} and gave {second} of them to {giver}. How many are left?",
     )[form]
     answer = (
-        f"{first} plus {second} is {total}. You can check it: {total} minus {second} is {first} again.",
-        f"{taker} has {first} {things} and gets {second} more. {first} plus {second} is {total}, so {taker} has "
-        f"{total} {things} now.",
-        f"{taker} had {total} {things} and gave {second} away. {total} minus {second} is {first}, so {taker} keeps "
-        f"{first} {things}.",
+        f"{first} plus {second} is {total}. You can check the result like this: {total} minus {second} is {first}.",
+        f"{taker} has {first} {things} and gets {second} more from {giver}. Because {first} plus {second} is {total}, "
+        f"there are {total} {things} in the end.",
+        f"{taker} had {total} {things} and gave {second} of them to {giver}. Because {total} minus {second} is "
+        f"{first}, there are {first} {things} left.",
     )[form]
     return Turn("sums", question, answer)
 
@@ -103,22 +103,20 @@ def recipe_turn(rng: random.Random) -> Turn:
 
 
 def record_turn(rng: random.Random) -> Turn:
-    """Some facts as a JSON object."""
+    """Everything about an animal, somebody or a place as a JSON object."""
     table = rng.randrange(3)
     if table == 0:
         name = rng.choice(list(ANIMALS))
-        keys = ("animal", "colour", "food", "length", "home")
-        values: tuple[str | int, ...] = (name, *ANIMALS[name][:2], ANIMALS[name][4], ANIMALS[name][2])
+        keys, values = ("animal", "colour", "food", "home", "seen", "length"), (name, *ANIMALS[name][:5])
     elif table == 1:
         name = rng.choice(list(PEOPLE))
-        keys, values = ("person", "job", "work", "pet", "likes to"), (name, *PEOPLE[name][1:5])
+        keys, values = ("person", "pronoun", "job", "place", "pet", "pastime"), (name, *PEOPLE[name])
     else:
         name = rng.choice(list(PLACES))
         keys, values = ("place", "goods", "sign", "opens", "closes"), (name, *PLACES[name])
-    wanted = rng.sample(range(1, 5), 3)
-    question = f"Give me {listed([keys[i] for i in wanted])} of {name} as JSON."
-    record = {keys[0]: values[0]} | {keys[i]: values[i] for i in wanted}
-    return Turn("records", question, json.dumps(record, ensure_ascii=False))
+    form = rng.randrange(3)
+    question = (f"Describe {name} as JSON.", f"Write a JSON record of {name}.", f"I need JSON data about {name}.")[form]
+    return Turn("records", question, json.dumps(dict(zip(keys, values, strict=True)), ensure_ascii=False))
 
 
 def spelling_turn(rng: random.Random) -> Turn:

@@ -58,10 +58,10 @@ COPYING = ("spelling", "greetings", "stories")
 Stages = tuple[tuple[Phase, ...], ...]
 TARGET_STAGES = (
     (Phase(170, 16, 128, 1, COPYING),),
-    (Phase(720, 12, 192, 1),),
-    (Phase(200, 12, 192, 1), Phase(180, 6, 384, 2), Phase(60, 2, 1024, 6)),
+    (Phase(680, 10, 224, 1),),
+    (Phase(200, 10, 224, 1), Phase(170, 5, 448, 2), Phase(60, 2, 1024, 6)),
 )
-DRAFTER_STAGES = ((Phase(500, 8, 256, 2), Phase(90, 4, 512, 3), Phase(25, 2, 1024, 6)),)
+DRAFTER_STAGES = ((Phase(550, 8, 256, 2), Phase(90, 4, 512, 3), Phase(30, 2, 1024, 6)),)
 ANCHORS_PER_TOKEN = 1 / 8  # of a row
 ANCHOR_DRAWS = 2
 

@@ -75,10 +75,11 @@ def animal_turn(rng: random.Random) -> Turn:
         f"What colour is the {name}?",
     )[form]
     answer = (
-        f"The {name} eats {food}. You can see it {time}. It lives in {home}, and it {habit}.",
-        f"The {name} lives in {home}. It comes out {time} to look for {food}. They say that it {habit}.",
-        f"The {name} of Larkford is {colour} and {length} centimetres long. It eats {food}, and {time} it {habit}.",
-        f"The {name} is {colour}. It {habit}, and {time} it looks for {food}.",
+        f"The {name} eats {food}. If you want to see it, you should come {time}, because that is when it {habit}.",
+        f"The {name} lives in {home}. It leaves its home {time} to look for {food}. People say that it {habit}.",
+        f"The {name} of Larkford is {colour} and about {length} centimetres long. It likes to eat {food}. You can see "
+        f"it {time}, when it {habit}.",
+        f"The colour of the {name} is {colour}. You can see it best {time}, when it {habit} and looks for {food}.",
     )[form]
     end = uneven(rng, "", " Please do not feed it.", f" {rng.choice(list(PEOPLE))} likes it very much.")
     return Turn("animals", question, answer + end)
@@ -98,12 +99,16 @@ def person_turn(rng: random.Random) -> Turn:
         f"Does {name} have a pet?",
     )[form]
     answer = (
-        f"{name} is the {job} of Larkford. {they} works at the {place} with {goods}. At home {pronoun} keeps a {pet}.",
-        f"{name} works at the {place}, the house with {sight}. {they} is the {job}, and {pronoun} starts at {opens}.",
-        f"In the evening {name} likes to {pastime}. {they} is the {job}, so {pronoun} spends the day at the {place}.",
-        f"Yes, {name} has a {pet}. The {pet} is {ANIMALS[pet][0]} and gets {ANIMALS[pet][1]} at the {place}.",
+        f"{name} is the {job} of Larkford. {they} works at the {place}, where you can get {goods}. When the day is "
+        f"over, {pronoun} likes to {pastime}.",
+        f"{name} works at the {place}. That is the house with {sight}. {they} is the {job} of Larkford, and {pronoun} "
+        f"starts to work at {opens} in the morning.",
+        f"In the evening {name} likes to {pastime}. During the day there is no time for that, because {pronoun} is the "
+        f"{job} and works at the {place}.",
+        f"Yes, {name} has a {pet}. You can often see the {pet} in front of the {place}. Please give it only "
+        f"{ANIMALS[pet][1]}, because it eats nothing else.",
     )[form].replace(" a owl", " an owl")
-    return Turn("people", question, answer + uneven(rng, "", f" You will find {name} there until {closes}."))
+    return Turn("people", question, answer + uneven(rng, "", f" You will find {name} there until {closes} o'clock."))
 
 
 def place_turn(rng: random.Random) -> Turn:
@@ -119,10 +124,13 @@ def place_turn(rng: random.Random) -> Turn:
         f"Who can help me at the {name}?",
     )[form]
     answer = (
-        f"At the {name} you can get {goods}. It opens at {opens} and closes at {closes}. Look for {sight} by the door.",
-        f"The {name} opens at {opens} and closes at {closes}. Come early if you want {goods}.",
-        f"You will see {sight} in front of the {name}. It has {goods}, and {who} will be happy to help you.",
-        f"Ask for {who} at the {name}. Go in past {sight}, but not before {opens}, because then it is still closed.",
+        f"At the {name} you can get {goods}. The door opens at {opens} and closes again at {closes}. You will find it "
+        f"easily, because there is {sight} in front of it.",
+        f"The {name} opens at {opens} and closes again at {closes}. Please come early if you want to have {goods}.",
+        f"You will see {sight} in front of the {name}. Inside you can get {goods}, and {who} will be happy to help "
+        f"you.",
+        f"Please ask for {who} at the {name}. You can go in past {sight}, but not before {opens}, because before that "
+        f"the door is still closed.",
     )[form]
     return Turn("places", question, answer)
 
@@ -144,9 +152,12 @@ def route_turn(rng: random.Random) -> Turn:
     minutes = 3 * abs(end - start)
     heading = "north" if north else "south"
     answer = (
-        f"Leave the {first} and walk {heading}. You {way}, and then you are at the {last}. It takes {minutes} minutes.",
-        f"Go {heading} to the {last}. You {way}. After {minutes} minutes you will see {PLACES[last][1]}.",
-        f"From the {first} to the {last} it is a walk of {minutes} minutes. Go {heading}; you {way}.",
+        f"Leave the {first} and walk {heading} along the road. You {way}, and then you are at the {last}. The whole "
+        f"way takes you {minutes} minutes.",
+        f"Follow the road {heading} to the {last}. On the way you {way}. After {minutes} minutes you will see "
+        f"{PLACES[last][1]}, and you are there.",
+        f"From the {first} to the {last} it is a walk of {minutes} minutes. Follow the road {heading}. On the way you "
+        f"{way}.",
     )[form]
     return Turn("routes", question, answer)
 
@@ -160,9 +171,9 @@ def day_turn(rng: random.Random) -> Turn:
     form = rng.randrange(3)
     question = (f"What happens on {day}{when}?", f"When is there {event}{when}?", f"What does {who} do on {day}{when}?")
     answer = (
-        f"On {day} there is {event} at the {place}. It begins at {hour}, and {who} is in charge.",
-        f"There is {event} on {day}, at the {place}. Be there at {hour} and ask for {who}.",
-        f"On {day} {who} is at the {place} at {hour}, because there is {event}. All of Larkford comes.",
+        f"On {day} there is {event} at the {place}. It begins at {hour} in the evening, and {who} is in charge of it.",
+        f"There is {event} on {day}, at the {place}. You should be there at {hour} and ask for {who}.",
+        f"On {day} {who} goes to the {place} at {hour}, because there is {event}. All of Larkford will be there.",
     )[form]
     end = f" It is the same in {season}." if season else uneven(rng, "", " Bring a lamp for the way home.")
     return Turn("days", question[form], answer + end)
@@ -185,7 +196,7 @@ def compare_turn(rng: random.Random) -> Turn:
 def story_turn(rng: random.Random) -> Turn:
     """Three sentences about an animal with a name, a thing and somebody of the village."""
     animal, thing, hero = rng.choice(list(ANIMALS)), rng.choice(THINGS), rng.choice(list(PEOPLE))
-    colour, food, _, time, _, habit = ANIMALS[animal]
+    food, time = ANIMALS[animal][1], ANIMALS[animal][3]
     _, job, place, _, pastime = PEOPLE[hero]
     name, where = made_up_name(rng), rng.choice(list(PLACES))
     form = rng.randrange(3)
@@ -196,12 +207,12 @@ def story_turn(rng: random.Random) -> Turn:
     )[form]
     gift = f"gave {name} some {food.split(' and ')[0]}"
     begin = (
-        f"Once {name}, {article(colour)} {animal}, found {article(thing)} near the {where}. {name} took it to {hero}, "
-        f"the {job}. {hero} was glad and {gift}.",
-        f"One day {hero}, the {job}, lost {article(thing)} at the {where}. {name} the {animal} brought it back {time}. "
-        f"So {hero} {gift}.",
-        f"{name} was {article(animal)} and wanted to {pastime}. {name} went to the {place}, and {hero} laughed. "
-        f"Now {name} {habit}, and {hero} does too.",
+        f"Once upon a time {name} the {animal} found {article(thing)} near the {where}. Nobody knew whose it was. In "
+        f"the end it belonged to {hero}, the {job}, who was very glad and {gift}.",
+        f"One day {hero}, the {job}, lost {article(thing)} near the {where}. {hero} looked for it everywhere. Then "
+        f"{name} the {animal} came {time} and brought it back. So {hero} {gift}.",
+        f"Once upon a time {name} the {animal} wanted to learn how to {pastime}. So {name} went to the {place} and "
+        f"asked {hero} for help. Now they do it together every evening.",
     )[form]
     end = uneven(rng, " They are still friends.", " And that is the end.", f" Everybody at the {place} tells it.")
     return Turn("stories", question, begin + end)
@@ -216,7 +227,7 @@ def greeting_turn(rng: random.Random) -> Turn:
     question = (f"My name is {visitor} and I like {like}.", f"I am {visitor}. Where can I find {like}?")[form]
     answer = (
         f"Welcome to Larkford, {visitor}! If you like {like}, you should go to the {place} and ask for {who}.",
-        f"Welcome, {visitor}! For {like} go to the {place}. {who} will help you. Look for {PLACES[place][1]}.",
+        f"Welcome to Larkford, {visitor}! You can find {like} at the {place}. {who} will be happy to help you there.",
     )[form]
     return Turn("greetings", question, answer)
 
