@@ -141,7 +141,8 @@ def calibrate(
     generator = torch.Generator().manual_seed(seed)
     linears = tuple(linears)
     capture = HessianCapture(linears, target.device)
-    outputs = None if fisher is None else FisherCapture(linears, target.device, fisher, seed)
+    inner = [linear for linear in linears if linear.name not in output_linears(drafter.config, has_head=True)]
+    outputs = None if fisher is None else FisherCapture(inner, target.device, fisher, seed)
     used = tokens = anchors_seen = dropped = 0
     for row in rows:
         ids = torch.as_tensor(row.ids, dtype=torch.int64)

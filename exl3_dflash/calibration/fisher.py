@@ -12,7 +12,8 @@ mean zero, cross terms vanish on average, and a context row gets what all its re
 of a k_proj or v_proj are therefore simply added up.
 
 Memory: the graph of one group of anchors (`GROUP_ROWS` block rows and the context before the last of them), logits in
-chunks, and one packed (out, out) matrix per linear. The head has no such matrix: it would be vocabulary squared.
+chunks, and one packed (out, out) matrix per linear. What reads the final hidden state has none: a head's would be
+vocabulary squared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from dataclasses import dataclass
 import torch
 
 from exl3_dflash.drafter.checkpoint import LinearSpec
-from exl3_dflash.drafter.layout import HEAD
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.modules import BLOCK, InputCallback, OutputCallback
 from exl3_dflash.target.base import Target
@@ -72,7 +72,7 @@ class FisherCapture:
     """Accumulates gradients at the outputs of a drafter's linears.
 
     Args:
-        linears: the drafter's linears; a head among them is left out.
+        linears: those of the drafter's linears that lead to its final hidden state.
         device: where the sums are kept.
         settings: how gradients are sampled.
         seed: of the labels.
@@ -81,9 +81,7 @@ class FisherCapture:
     def __init__(
         self, linears: Iterable[LinearSpec], device: torch.device | str, settings: FisherSettings, seed: int
     ) -> None:
-        self._sums = {
-            linear.name: HessianAccumulator(linear.out_features, device) for linear in linears if linear.name != HEAD
-        }
+        self._sums = {linear.name: HessianAccumulator(linear.out_features, device) for linear in linears}
         self._settings = settings
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -144,7 +142,7 @@ class FisherCapture:
                 embeddings = drafter.block_embeddings(target, anchor_ids[chosen])
                 with drafter.observe(see):
                     result = drafter.forward_anchors(context, embeddings, positions, chunk=len(chosen))
-                self._backward(drafter, target, result, labels[chosen.to(labels.device)])
+                self._backward(drafter, target, result, anchor_ids[chosen], labels[chosen.to(labels.device)])
             hidden.append(result.detach())
         return torch.cat(hidden)
 
@@ -154,8 +152,16 @@ class FisherCapture:
         padded = torch.nn.functional.pad(greedy.cpu(), (0, rows), value=NO_LABEL)
         return padded[anchors[:, None] + torch.arange(rows - 1)]
 
-    def _backward(self, drafter: DrafterModel, target: Target, hidden: torch.Tensor, labels: torch.Tensor) -> None:
-        gradients = score_gradients(drafter, target, hidden.detach(), labels, self._settings, self._generator)
+    def _backward(
+        self,
+        drafter: DrafterModel,
+        target: Target,
+        hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> None:
+        inputs = (hidden.detach(), anchor_ids, labels)
+        gradients = score_gradients(drafter, target, *inputs, self._settings, self._generator)
         for index, gradient in enumerate(gradients):
             hidden.backward(gradient, retain_graph=index + 1 < len(gradients))
 
@@ -164,6 +170,7 @@ def score_gradients(
     drafter: DrafterModel,
     target: Target,
     hidden: torch.Tensor,
+    anchor_ids: torch.Tensor,
     labels: torch.Tensor,
     settings: FisherSettings,
     generator: torch.Generator,
@@ -171,8 +178,9 @@ def score_gradients(
     """Gradients of the summed log-likelihood of drawn labels at the final hidden states.
 
     Args:
-        drafter, target: for the logits.
+        drafter, target: for logits and proposals.
         hidden: (N, B, H), detached; row 0 (the anchor's) predicts nothing.
+        anchor_ids: int64 (N,), tokens at the anchors.
         labels: int64 (N, B - 1), the target's tokens.
         settings: samples, survival.
         generator: a CPU generator for the labels.
@@ -186,21 +194,23 @@ def score_gradients(
         chosen = slice(start, start + chunk)
         with torch.enable_grad():
             rows = hidden[chosen, 1:].detach().requires_grad_()
-            log_probs = drafter.logits(target, rows).log_softmax(-1)  # (n, B - 1, V)
-        columns = drafter.draft_columns(labels[chosen])
-        weights = survival_weights(log_probs, columns) if settings.survival else torch.ones_like(labels[chosen])
+            proposal = drafter.propose(target, anchor_ids[chosen], rows)
+            log_probs = proposal.logits.log_softmax(-1)  # (n, B - 1, D)
+        weights = torch.ones_like(labels[chosen])
+        if settings.survival:
+            weights = survival_weights(proposal.ids.to(labels.device), labels[chosen])
         for index in range(settings.samples):
             drawn = draw(log_probs.detach().exp(), generator)
             with torch.enable_grad():
-                score = (log_probs.gather(-1, drawn[..., None])[..., 0] * weights).sum()
+                score = (log_probs.gather(-1, drawn[..., None])[..., 0] * weights.to(log_probs.device)).sum()
             (gradient,) = torch.autograd.grad(score, rows, retain_graph=index + 1 < settings.samples)
             gradients[index, chosen, 1:] = gradient
     return gradients
 
 
-def survival_weights(log_probs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """1 for every row of (n, B - 1) whose earlier drafts all equal `labels (n, B - 1)`, else 0."""
-    accepted = (log_probs.argmax(-1) == labels).long().cumprod(-1)
+def survival_weights(drafts: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """1 for every row of `drafts (n, B - 1)` whose earlier drafts all equal `labels (n, B - 1)`, else 0."""
+    accepted = (drafts == labels).long().cumprod(-1)
     return torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=1)
 
 

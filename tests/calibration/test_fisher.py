@@ -21,6 +21,7 @@ from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.modules import TracedLinear
 from exl3_dflash.target.load import load_target
+from tests.family_models import make_family_drafter
 from tests.tiny_models import make_tiny_drafter
 from tests.tiny_targets import make_tiny_llama
 
@@ -102,7 +103,7 @@ def test_sums_of_outer_products_of_the_gradients(pair, survival: bool, monkeypat
     monkeypatch.setattr(fisher, "LOGIT_CHUNK_ELEMENTS", 2000)
     made = run(pair, FisherSettings(samples=1, survival=survival)).output_hessians
     logits, variables, labels = logits_with_variables(pair)
-    weights = survival_weights(logits, labels) if survival else torch.ones(ANCHORS, BLOCK_SIZE - 1)
+    weights = survival_weights(logits.argmax(-1), labels) if survival else torch.ones(ANCHORS, BLOCK_SIZE - 1)
     (logits.log_softmax(-1)[..., 7] * weights).sum().backward()
     assert set(made) == set(variables) - {"lm_head"}
     for name, hessian in made.items():
@@ -130,8 +131,8 @@ def test_the_mean_over_labels_is_the_fisher_information(pair) -> None:
 
 
 def test_only_rows_up_to_the_first_wrong_draft_count() -> None:
-    log_probs = functional.one_hot(torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3]]), 4).float()
-    assert survival_weights(log_probs, torch.tensor([[1, 2, 3]] * 3)).tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
+    drafts = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3]])
+    assert survival_weights(drafts, torch.tensor([[1, 2, 3]] * 3)).tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
 
 
 def test_drawn_labels_follow_the_probabilities() -> None:
@@ -203,3 +204,13 @@ def test_calibration_survives_the_work_directory(pair) -> None:
         assert torch.equal(other.matrix, hessian.matrix)
         assert (other.rows, other.count, other.dropped_rows) == (hessian.rows, hessian.count, hessian.dropped_rows)
     assert (back.anchors, back.dropped_gradients) == (made.anchors, made.dropped_gradients)
+
+
+@pytest.mark.parametrize("member", ["dflash2", "laguna", "speculators"])
+def test_other_members_of_the_family(pair, tmp_path: Path, member: str) -> None:
+    """Selectors and heads read the final hidden state and have no output side; everything before them has."""
+    checkpoint = DrafterCheckpoint.open(make_family_drafter(tmp_path / member, member))
+    made = run((pair[0], checkpoint, DrafterModel.from_checkpoint(checkpoint)), FisherSettings())
+    outside = {"candidate_selector.hidden_projection", "lm_head"}
+    assert set(made.output_hessians) == {linear.name for linear in checkpoint.linears} - outside
+    assert all(hessian.usable() is None for hessian in made.output_hessians.values())
