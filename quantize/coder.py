@@ -17,15 +17,16 @@ from quantize.trellis import pack_states, tiles_to_weight, weight_to_tiles
 
 @dataclass(frozen=True)
 class TileCoder:
-    """How tiles are coded: bits per weight, codebook, and encoder threads (which never change the result)."""
+    """How tiles are coded: bits per weight, codebook, threads (which never change the result), and the search."""
 
     bits: float
     codebook: str
     threads: int = 0
+    encoder: str = "exact"
 
     def values(self, tiles: Tensor) -> Tensor:
         """The quantized values of tiles (n, 256) in ring order, same shape, order and device."""
-        values, _ = encode_tiles(tiles.cpu().contiguous(), self.bits, self.codebook, self.threads)
+        values, _ = self._encode(tiles.cpu().contiguous())
         return values.to(tiles.device)
 
     def rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,10 +39,13 @@ class TileCoder:
             The quantized values (rows, out) and the packed trellis, int16 (rows/16, out/16, 16 * bits).
         """
         tiles = weight_to_tiles(rows)  # (rows/16, out/16, 256)
-        values, states = encode_tiles(tiles.view(-1, 256).cpu(), self.bits, self.codebook, self.threads)
+        values, states = self._encode(tiles.view(-1, 256).cpu())
         packed = pack_states(states, self.bits).to(rows.device)
         quantized = tiles_to_weight(values.to(rows.device).view_as(tiles))
         return quantized, packed.view(*tiles.shape[:2], -1)
+
+    def _encode(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        return encode_tiles(tiles, self.bits, self.codebook, self.threads, encoder=self.encoder)
 
 
 def empty_trellis(rows: int, columns: int, bits: float, device: torch.device) -> Tensor:

@@ -49,6 +49,7 @@ bool cpu_has(uint32_t leaf7_features, uint64_t registers) {
 
 constexpr uint32_t kAvx2 = 1u << 5;
 constexpr uint32_t kAvx512F = 1u << 16;
+constexpr uint32_t kAvx512Bw = 1u << 30;
 constexpr uint64_t kYmmState = 0x06;  // SSE and AVX
 constexpr uint64_t kZmmState = 0xe6;  // and the AVX-512 masks and upper halves
 
@@ -56,3 +57,4 @@ constexpr uint64_t kZmmState = 0xe6;  // and the AVX-512 masks and upper halves
 
 bool exl3::cpu_has_avx2() { return cpu_has(kAvx2, kYmmState); }
 bool exl3::cpu_has_avx512() { return cpu_has(kAvx2 | kAvx512F, kZmmState); }
+bool exl3::cpu_has_avx512bw() { return cpu_has(kAvx2 | kAvx512F | kAvx512Bw, kZmmState); }

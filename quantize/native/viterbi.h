@@ -23,8 +23,8 @@ constexpr int kTileWeights = 256;
 constexpr int kStateBits = 16;
 constexpr int kStates = 1 << kStateBits;
 constexpr int kMaxBits = 8;
-// Cost rows may be read this many floats past their end (and the surplus is ignored).
-constexpr int kRowPadding = 16;
+// Cost rows may be read this many costs past their end (and the surplus is ignored).
+constexpr int kRowPadding = 32;
 
 // Bits owned by even and by odd ring positions: equal for whole rates, one apart for half rates.
 struct Rate {
@@ -35,19 +35,22 @@ struct Rate {
     int bits_per_pair() const { return even + odd; }
 };
 
-// One implementation of the search. Tables and workspaces are plain float arrays aligned to 64 bytes.
+// One implementation of a search. Tables and workspaces are plain memory aligned to 64 bytes.
 struct Backend {
     const char* name;
     bool (*supported)();
-    // Floats of the value tables for a rate: `values` reordered so that the search reads memory once, forward.
-    size_t (*table_floats)(Rate rate);
-    void (*fill_table)(Rate rate, const float* values, float* table);
-    // Floats of workspace that one thread needs.
-    size_t (*workspace_floats)(Rate rate);
+    // Bytes of the tables for a rate: what the search derives from `values`, in the order in which it reads them.
+    size_t (*table_bytes)(Rate rate);
+    void (*fill_table)(Rate rate, const float* values, void* table);
+    // Bytes of workspace that one thread needs.
+    size_t (*workspace_bytes)(Rate rate);
+    // Whether a tile's weights (256) lie within the range of the search.
+    bool (*accepts)(Rate rate, const float* weights);
     // How many tiles one call encodes at best speed.
     int tiles_per_call;
-    // Encode `count` tiles, 1 <= count <= tiles_per_call: weights (count, 256) -> states (count, 256).
-    void (*encode)(Rate rate, const float* table, const float* weights, int count, float* workspace, int32_t* states);
+    // Encode `count` tiles, 1 <= count <= tiles_per_call: weights (count, 256) -> states (count, 256). Bit t of the
+    // result is set where tile t has to be left to the exact search; that one leaves none.
+    unsigned (*encode)(Rate rate, const void* table, const float* weights, int count, void* workspace, int32_t* states);
 };
 
 const Backend& portable_backend();

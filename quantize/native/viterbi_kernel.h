@@ -93,7 +93,8 @@ Advance<T> advance_for(int in, int out) {
 
 // Forward over all 256 steps for T tiles. `start` is the node each tile starts in, or null for a free start.
 template <class V, int T>
-void forward(const Plan& plan, const float* table, const float* weights, int roll, const int* start, const Rows* rows) {
+void forward(const Plan& plan, const float* table, const float* weights, int roll, const int* start,
+             const Rows<float>* rows) {
     const float* cost_in[T];
     float* cost_out[T];
     for (int t = 0; t < T; ++t) {
@@ -129,40 +130,57 @@ inline int lowest_cost_node(const float* cost, int nodes) {
 template <class V, int T>
 void encode_tiles(const Plan& plan, const float* table, const float* weights, float* workspace, int32_t* states) {
     constexpr int half = kTileWeights / 2;
-    Rows rows[T];
-    for (int t = 0; t < T; ++t) rows[t] = Rows{&plan, workspace + plan.floats_per_tile() * t, half - 1};
+    Rows<float> rows[T];
+    for (int t = 0; t < T; ++t) rows[t] = Rows<float>{&plan, workspace + plan.costs_per_tile() * t, half - 1};
     forward<V, T>(plan, table, weights, half, nullptr, rows);
     int seam[T];
     for (int t = 0; t < T; ++t) {
         const int end = lowest_cost_node(rows[t].row(kTileWeights - 1), plan.nodes_before(half));
-        seam[t] = trace<V>(plan, table, weights + t * kTileWeights, half, end, half - 1, rows[t],
+        seam[t] = trace<V>(plan, table, weights + t * kTileWeights, half, end, half - 1, rows[t], 1.0f,
                            states + t * kTileWeights);
     }
     for (int t = 0; t < T; ++t) rows[t].keep_from = 0;
     forward<V, T>(plan, table, weights, 0, seam, rows);
     for (int t = 0; t < T; ++t)
-        trace<V>(plan, table, weights + t * kTileWeights, 0, seam[t], -1, rows[t], states + t * kTileWeights);
+        trace<V>(plan, table, weights + t * kTileWeights, 0, seam[t], -1, rows[t], 1.0f,
+                 states + t * kTileWeights);
 }
 
 constexpr int kTilesPerCall = 2;  // two tiles share every load of a value; more would not fit the registers
 
 template <class V>
-size_t workspace_floats(Rate rate) {
-    return Plan(rate).floats_per_tile() * kTilesPerCall;
+size_t exact_table_bytes(Rate rate) {
+    return table_values(rate) * sizeof(float);
 }
 
 template <class V>
-void encode(Rate rate, const float* table, const float* weights, int count, float* workspace, int32_t* states) {
-    const Plan plan(rate);
-    if (count == kTilesPerCall)
-        encode_tiles<V, kTilesPerCall>(plan, table, weights, workspace, states);
-    else
-        encode_tiles<V, 1>(plan, table, weights, workspace, states);
+void exact_fill_table(Rate rate, const float* values, void* table) {
+    fill_table<V>(rate, values, static_cast<float*>(table));
 }
+
+template <class V>
+size_t exact_workspace_bytes(Rate rate) {
+    return Plan(rate).costs_per_tile() * kTilesPerCall * sizeof(float);
+}
+
+template <class V>
+unsigned exact_encode(Rate rate, const void* table, const float* weights, int count, void* workspace, int32_t* states) {
+    const Plan plan(rate);
+    const float* values = static_cast<const float*>(table);
+    float* costs = static_cast<float*>(workspace);
+    if (count == kTilesPerCall)
+        encode_tiles<V, kTilesPerCall>(plan, values, weights, costs, states);
+    else
+        encode_tiles<V, 1>(plan, values, weights, costs, states);
+    return 0;
+}
+
+inline bool accepts_all(Rate, const float*) { return true; }
 
 template <class V>
 exl3::Backend make_backend(const char* name, bool (*supported)()) {
-    return {name, supported, table_floats, fill_table<V>, workspace_floats<V>, kTilesPerCall, encode<V>};
+    return {name, supported, exact_table_bytes<V>, exact_fill_table<V>, exact_workspace_bytes<V>,
+            accepts_all, kTilesPerCall, exact_encode<V>};
 }
 
 }  // namespace

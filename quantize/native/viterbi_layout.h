@@ -27,19 +27,19 @@ constexpr int kConeBits = 8;  // at most 2^8 nodes are recomputed per kept row
 struct Plan {
     Rate rate;
     int stride;      // steps between kept rows, a power of two
-    int row_floats;  // of the widest row, padded
+    int row_costs;  // in the widest row, padded
 
     explicit Plan(Rate r) : rate(r), stride(1) {
         while (stride * r.bits_per_pair() <= kConeBits) stride *= 2;
         const int narrow = r.even < r.odd ? r.even : r.odd;
-        row_floats = (kStates >> narrow) + kRowPadding;
+        row_costs = (kStates >> narrow) + kRowPadding;
     }
 
     int shift_out(int position) const { return rate.shift(position + 1); }
     int nodes_before(int position) const { return kStates >> rate.shift(position); }
     int kept_rows() const { return kTileWeights / stride; }
     // The kept rows, two for the steps between them, and the initial one.
-    size_t floats_per_tile() const { return static_cast<size_t>(kept_rows() + 3) * row_floats; }
+    size_t costs_per_tile() const { return static_cast<size_t>(kept_rows() + 3) * row_costs; }
 };
 
 // The value tables hold, for each parity of the position, values[(k << (16 - shift_out)) | o] at
@@ -47,7 +47,7 @@ struct Plan {
 template <class V>
 constexpr int kGroup = V::blocks * V::width;
 
-inline size_t table_floats(Rate rate) {
+inline size_t table_values(Rate rate) {
     return static_cast<size_t>(kStates) * (rate.even == rate.odd ? 1 : 2);
 }
 
@@ -68,18 +68,19 @@ void fill_table(Rate rate, const float* values, float* table) {
 }
 
 // The cost rows of one tile. Step n works at ring position (n + roll) % 256; row n holds the costs after it.
+template <class Cost>
 struct Rows {
     const Plan* plan;
-    float* memory;
+    Cost* memory;
     int keep_from;  // rows of earlier steps are not needed on the way back
 
-    float* row(int step) const {
+    Cost* row(int step) const {
         const bool kept = step >= keep_from && (step + 1) % plan->stride == 0;
         return slot(kept ? (step + 1) / plan->stride - 1 : plan->kept_rows() + (step & 1));
     }
     // The costs before the first step.
-    float* initial() const { return slot(plan->kept_rows() + 2); }
-    float* slot(int index) const { return memory + static_cast<size_t>(index) * plan->row_floats; }
+    Cost* initial() const { return slot(plan->kept_rows() + 2); }
+    Cost* slot(int index) const { return memory + static_cast<size_t>(index) * plan->row_costs; }
 };
 
 }  // namespace

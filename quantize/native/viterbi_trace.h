@@ -31,6 +31,14 @@ struct Cone {
     int node(int level, int prefix) const { return prefix << free_shift[level] | tail[level]; }
 };
 
+constexpr uint16_t kUnreached = 65535;  // of integer costs
+
+// A kept cost in float32; `unit` is what one of an integer cost stands for.
+inline float path_cost(float cost, float) { return cost; }
+inline float path_cost(uint16_t cost, float unit) {
+    return cost == kUnreached ? kInfinity : static_cast<float>(cost) * unit;
+}
+
 // The best candidate of one outgoing node and its cost; `cost` of candidate k is at [k * cost_stride].
 template <class V>
 int best_candidate(const float* table, int out, int candidates, float weight, const float* cost, int cost_stride,
@@ -51,13 +59,14 @@ int best_candidate(const float* table, int out, int candidates, float weight, co
 
 // The way back to the previous kept row: write the states of the `stride` positions that end with `position`, after
 // which the path is in `node`, and return the node before them. `before` is the kept row.
-template <class V>
-int trace_back(const Plan& plan, const float* table, const float* weights, int position, int node, const float* before,
-               int32_t* states) {
+template <class V, class Cost>
+int trace_back(const Plan& plan, const float* table, const float* weights, int position, int node, const Cost* before,
+               float unit, int32_t* states) {
     const Cone cone(plan, node, position);
     uint8_t choice[kConeBits][1 << kConeBits];
     float cost[1 << kConeBits];
-    for (int p = 0; p < 1 << cone.prefix_bits[plan.stride]; ++p) cost[p] = before[cone.node(plan.stride, p)];
+    for (int p = 0; p < 1 << cone.prefix_bits[plan.stride]; ++p)
+        cost[p] = path_cost(before[cone.node(plan.stride, p)], unit);
     for (int level = plan.stride - 1; level >= 0; --level) {
         const int here = position - level;
         const int prefixes = 1 << cone.prefix_bits[level];
@@ -82,14 +91,14 @@ int trace_back(const Plan& plan, const float* table, const float* weights, int p
 
 // From `node` after step 255 back to the node after step `stop`, writing the states on the way. Neither the ring's
 // end nor its middle falls within the steps between two kept rows, so positions need no wrapping there.
-template <class V>
-int trace(const Plan& plan, const float* table, const float* weights, int roll, int node, int stop, const Rows& rows,
-          int32_t* states) {
+template <class V, class Cost>
+int trace(const Plan& plan, const float* table, const float* weights, int roll, int node, int stop,
+          const Rows<Cost>& rows, float unit, int32_t* states) {
     for (int last = kTileWeights - 1; last > stop; last -= plan.stride) {
         const int before = last - plan.stride;
-        const float* row = before < 0 ? rows.initial() : rows.row(before);
+        const Cost* row = before < 0 ? rows.initial() : rows.row(before);
         const int position = (last + roll) % kTileWeights;
-        node = trace_back<V>(plan, table, weights, position, node, row, states);
+        node = trace_back<V>(plan, table, weights, position, node, row, unit, states);
     }
     return node;
 }
