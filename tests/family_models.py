@@ -91,10 +91,12 @@ def _muse_names(tensors: Tensors) -> Tensors:
 
 
 def _speculators_config(config: dict[str, Any]) -> dict[str, Any]:
-    outside = ("architectures", "block_size", "draft_vocab_size", "speculators_model_type", "num_target_layers",
-               "sliding_window_non_causal")  # fmt: skip
-    layer = {key: value for key, value in config.items() if key not in (*outside, "dflash_config")}
-    taps = config["dflash_config"]
+    outside = {"architectures", "block_size", "draft_vocab_size", "speculators_model_type", "num_target_layers",
+               "sliding_window_non_causal", "conv_group_size", "conv_kernel_size", "selector_rank",
+               "selector_top_k"}  # fmt: skip
+    config = {**config, **config["dflash_config"]}
+    taps = {key: config.pop(key) for key in config.pop("dflash_config") if key in TAPS}
+    layer = {key: value for key, value in config.items() if key not in outside}
     return {
         **{key: config[key] for key in outside if key in config},
         "aux_hidden_state_layer_ids": taps["target_layer_ids"],
@@ -176,6 +178,13 @@ FAMILY: dict[str, Member] = {
         {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash",
          "draft_vocab_size": DRAFT_VOCABULARY, "layer_types": [SLIDING, FULL], "sliding_window": 5},
         optional=("embed_tokens.weight",),
+        nested=_speculators_config,
+    ),
+    "speculators dflash2": Member(
+        {"architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2", "draft_vocab_size": 288,
+         "layer_types": [SLIDING, FULL], "sliding_window": 5, "sliding_window_non_causal": True,
+         "dflash_config": {**TAPS, **_DFLASH2}},
+        _dflash2_shapes,
         nested=_speculators_config,
     ),
     "causal head": Member({"dflash_config": {**TAPS, "causal_head": True}}),

@@ -14,6 +14,7 @@ import torch
 
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint, LinearSpec
+from exl3_dflash.drafter.dialects import LAGUNA
 from exl3_dflash.drafter.layout import HEAD
 from quantize.encoder import default_threads, encode_tiles
 
@@ -153,6 +154,8 @@ def loader_notes(checkpoint: DrafterCheckpoint) -> tuple[str, ...]:
     own = [name for name, there in (("embedding", checkpoint.has_embedding), ("head", checkpoint.has_head)) if there]
     if own:
         notes.append(f"ExLlamaV3 1.6.5 uses the target's {' and '.join(own)}, not the drafter's own")
+    if config.dialect is LAGUNA and list(config.target_layer_ids) != sorted(config.target_layer_ids):
+        notes.append("ExLlamaV3 1.6.5 gives a Laguna drafter its taps in ascending order, not in the listed one")
     if config.input_embedding_scale != 1.0 and config.convolutions is None:
         notes.append("ExLlamaV3 1.6.5 reads input_embedding_scale of DFlash 2 drafters only")
     return tuple(notes)

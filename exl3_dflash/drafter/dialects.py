@@ -67,8 +67,13 @@ MUSE_GLIMMER = Dialect(
     causal=False,
 )
 SPECULATORS = Dialect("DFlashSpeculator", "DFlash in the speculators format", in_exllamav3=False)
+SPECULATORS_DFLASH2 = Dialect(
+    "DFlash2Speculator", "DFlash 2 in the speculators format", in_exllamav3=False, convolutions=True
+)
 
-DIALECTS: Mapping[str, Dialect] = {d.name: d for d in (DFLASH, DFLASH2, LAGUNA, MUSE_GLIMMER, SPECULATORS)}
+DIALECTS: Mapping[str, Dialect] = {d.name: d for d in (DFLASH, DFLASH2, LAGUNA, MUSE_GLIMMER)}
+SPECULATORS_KINDS: Mapping[str, Dialect] = {"dflash": SPECULATORS, "dflash2": SPECULATORS_DFLASH2}
+_KNOWN = f"{', '.join(DIALECTS)}, or {SPECULATORS_KEY} {' or '.join(SPECULATORS_KINDS)}"
 
 _DOMINO = "Domino: a recurrent head corrects the logits token by token, which neither ExLlamaV3 nor this engine runs"
 _DSPARK = "DSpark: Markov and confidence heads sample from the anchor's row on, which this engine does not run"
@@ -96,9 +101,11 @@ UNSUPPORTED_KEYS = (
     UnsupportedKey("markov_rank", (0,), "a Markov head (DSpark)"),
     UnsupportedKey("markov_head_type", ("none",), "a Markov head (DSpark)"),
     UnsupportedKey("dspark_markov_rank", (0,), "a Markov head (DSpark)"),
+    UnsupportedKey("dspark_bonus_anchor", (False,), "sampling from the anchor's row (DSpark)"),
     UnsupportedKey("dspark_fixup_head_type", ("none",), "a correction head (DSpark)"),
     UnsupportedKey("enable_confidence_head", (False,), "a confidence head (DSpark)"),
     UnsupportedKey("hidden_act", ("silu", "swish"), "an activation other than SiLU"),
+    UnsupportedKey("hidden_activation", ("silu", "swish"), "an activation other than SiLU"),
     UnsupportedKey("mlp_bias", (False,), "biases in the MLP"),
     UnsupportedKey("is_neox_style", (True,), "interleaved RoPE"),
 )
@@ -135,24 +142,24 @@ def find_dialect(raw: Mapping[str, Any]) -> Dialect:
     """
     architectures = raw.get("architectures")
     if raw.get(SPECULATORS_KEY) is not None or raw.get(LAYER_CONFIG_KEY) is not None:
-        kind = raw.get(SPECULATORS_KEY)
-        if kind != "dflash":
-            raise _unsupported(f"a speculators drafter of type {kind!r}{_reason(str(kind))}")
-        return SPECULATORS
+        kind = str(raw.get(SPECULATORS_KEY))
+        if kind not in SPECULATORS_KINDS:
+            raise _unsupported(f"a speculators drafter of type {kind!r}{_reason(kind)}")
+        return SPECULATORS_KINDS[kind]
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         raise Exl3DflashError(
             f"'architectures' in config.json is {architectures!r}",
-            expected=f"one of {', '.join(DIALECTS)}",
+            expected=f"one of {_KNOWN}",
             fix="give the directory of a DFlash drafter",
         )
     name = architectures[0]
-    if name in DIALECTS and name != SPECULATORS.name:
+    if name in DIALECTS:
         return DIALECTS[name]
     if _reason(name):
         raise _unsupported(f"architecture {name}{_reason(name)}")
     raise Exl3DflashError(
         f"architecture {name} is not a DFlash drafter",
-        expected=f"one of {', '.join(DIALECTS)}",
+        expected=f"one of {_KNOWN}",
         fix="give the drafter's directory, not the target's",
     )
 
@@ -195,6 +202,6 @@ def _reason(name: str) -> str:
 def _unsupported(what: str) -> Exl3DflashError:
     return Exl3DflashError(
         f"this version does not support {what}",
-        expected=f"a drafter of one of the classes {', '.join(DIALECTS)}",
+        expected=f"a drafter of one of the classes {_KNOWN}",
         fix="use a DFlash drafter of the same target",
     )

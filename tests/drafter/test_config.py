@@ -270,7 +270,7 @@ def test_a_model_with_own_embeddings_and_yarn() -> None:
         ({"architectures": None}, "'architectures' in config.json is None"),
         ({"architectures": ["DFlashDraftModel", "X"]}, "'architectures' in config.json is"),
         ({"architectures": None, "speculators_model_type": "eagle3"}, "a speculators drafter of type 'eagle3'"),
-        ({"transformer_layer_config": {"hidden_size": 4}}, "a speculators drafter of type None"),
+        ({"transformer_layer_config": {"hidden_size": 4}}, "a speculators drafter of type 'None'"),
         ({"speculators_model_type": "dspark"}, "of type 'dspark' .DSpark"),
         ({"speculators_model_type": "dflash", "projector_type": "domino"}, "projector_type = 'domino' .Domino"),
         ({"speculators_model_type": "dflash", "shift_label": True}, "shift_label = True .Domino"),

@@ -30,6 +30,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "mimo": {"layer_types": [SLIDING] * 2, "sliding_window": 5, "is_causal": False, "attention_value_scale": 0.612},
     "laguna": {"is_causal": True},
     "muse-glimmer": {"is_causal": False},
+    "speculators dflash2": {"is_causal": False},
     "causal head": {"is_causal": True},
 }
 PLAIN_ROPE = [name for name in FAMILY if name not in ("gpt-oss", "nemotron")]  # YaRN is tested in test_rope.py
