@@ -172,16 +172,16 @@ def with_sliding_layer(drafter: Path) -> None:
     config = json.loads((drafter / "config.json").read_text())
     hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     assert heads == config["num_key_value_heads"]
-    assert hidden == heads * size
+    assert hidden <= heads * size
 
     def add(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("layers.0.")]:
             like = tensors[name]
             silent = torch.ones_like(like) if like.ndim == 1 else torch.zeros_like(like)
             tensors[name.replace("layers.0.", "layers.1.")] = silent
-        identity = torch.eye(hidden, dtype=torch.bfloat16)
+        identity = torch.eye(heads * size, hidden, dtype=torch.bfloat16)
         tensors["layers.1.self_attn.v_proj.weight"] = identity
-        tensors["layers.1.self_attn.o_proj.weight"] = 20 * identity
+        tensors["layers.1.self_attn.o_proj.weight"] = 20 * identity.T.contiguous()
 
     edit_tensors(drafter, add)
     types = ["full_attention", "sliding_attention"]

@@ -36,10 +36,11 @@ def main() -> None:
     parser.add_argument("--target", default="demo", help="its target")
     parser.add_argument("--bits", default="2,2.5,3,4,6", help="comma-separated bits per weight")
     parser.add_argument("--cal-data", default="chat", help="as for exl3-dflash quantize")
-    parser.add_argument("--cal-rows", type=int, default=64)
-    parser.add_argument("--cal-cols", type=int, default=512)
+    parser.add_argument("--cal-rows", type=int, default=48)
+    parser.add_argument("--cal-cols", type=int, default=384)
     parser.add_argument("--data", default=HELD_OUT, help="as for exl3-dflash eval")
-    parser.add_argument("--rows", type=int, default=96, help="rows to measure on")
+    parser.add_argument("--rows", type=int, default=64, help="rows to measure on")
+    parser.add_argument("--anchors", type=int, default=48, help="anchors per row")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the result of eval here")
     parser.add_argument("--write", action="store_true", help="put table and plot into docs/fidelity.md")
@@ -52,6 +53,7 @@ def main() -> None:
             target=options.target,
             drafters=tuple(drafters),
             rows=options.rows,
+            anchors_per_row=options.anchors,
             cols=options.cal_cols,
             data=options.data,
             device="cpu",

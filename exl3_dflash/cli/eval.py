@@ -41,6 +41,9 @@ def evaluate(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write a plot (.png, .svg, .pdf) here; needs the extra 'plots'.")
     ] = None,
+    anchors: Annotated[
+        int | None, typer.Option("--anchors", min=1, help="Anchors drawn per row; every one by default.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of rows and anchors.")] = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
@@ -65,6 +68,7 @@ def evaluate(
         cols=cols,
         data=data,
         thinking=thinking,
+        anchors_per_row=anchors,
         seed=seed,
         device=device,
         dtype=dtype.value,
