@@ -24,7 +24,7 @@ from torch import Tensor
 from quantize.codebook import CODEBOOKS, codebook_marker
 from quantize.coder import TileCoder
 from quantize.coding import code_weight, make_side
-from quantize.encoder import default_threads
+from quantize.encoder import check_encoder, default_threads
 from quantize.errors import Exl3DflashError
 from quantize.hadamard import padded_features, rotate_both_sides_
 from quantize.hessian import Hessian
@@ -53,6 +53,7 @@ class QuantSettings:
         output_reg: the same for the output-side Hessian; larger values blend towards one-sided feedback.
         seed: of the random signs.
         threads: encoder threads, 0 for one per core; never changes the result.
+        encoder: the tile search, `fast` or `exact` (see `encoder`).
     """
 
     bits: float = 6
@@ -64,9 +65,11 @@ class QuantSettings:
     output_reg: float = 0.2
     seed: int = 0
     threads: int = 0
+    encoder: str = "exact"
 
     def __post_init__(self) -> None:
         check_bits(self.bits, self.codebook)
+        check_encoder(self.encoder)
         if self.out_scales not in OUT_SCALES:
             raise Exl3DflashError(f"out_scales {self.out_scales!r}", "one of " + ", ".join(OUT_SCALES))
         for name, share in (("sigma_reg", self.sigma_reg), ("output_reg", self.output_reg)):
@@ -160,7 +163,7 @@ def quantize_linear(
     stored_bias = _check_arguments(weight, hessian, output_hessian, bias, name)
     in_features, out_features = weight.shape
     threads = settings.threads or default_threads()
-    coder = TileCoder(settings.bits, settings.codebook, threads)
+    coder = TileCoder(settings.bits, settings.codebook, threads, settings.encoder)
     with torch.no_grad(), Workers(threads) as workers:
         padded = _padded(weight)
         regular = regularize(padded, settings.out_scales != "never", settings.seed)

@@ -157,7 +157,9 @@ def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
         dtype = choose_torch_dtype(settings.dtype)
         target = load_target(resolved.path, device=settings.device, dtype=dtype, name=resolved.name)
         target_path, revision = resolved.path, resolved.revision
-    reporter.note(describe(plan, settings, plan.estimate_seconds(settings.codebook, settings.threads)))
+    reporter.note(
+        describe(plan, settings, plan.estimate_seconds(settings.codebook, settings.threads, settings.encoder))
+    )
     return _Inputs(source, checkpoint, target, target_path, revision, plan)
 
 
@@ -303,6 +305,7 @@ def quantize_tensor(
     quant_settings = QuantSettings(
         bits=tensor.bits,
         codebook=settings.codebook,
+        encoder=settings.encoder,
         out_scales=settings.out_scales,
         seed=tensor_seed(settings.seed, name),
         threads=settings.threads,
@@ -363,6 +366,7 @@ def _report(
         head_bits=settings.head_bits,
         head_quantized=plan.has_head,
         codebook=settings.codebook,
+        encoder=settings.encoder,
         out_scales=settings.out_scales,
         size_bytes=0,
         source_bytes=plan.source_bytes,

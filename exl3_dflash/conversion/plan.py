@@ -82,12 +82,12 @@ class QuantizationPlan:
         """Bytes of all tensors of the output."""
         return self.copied_bytes + sum(tensor.stored_bytes for tensor in self.tensors)
 
-    def estimate_seconds(self, codebook: str, threads: int) -> float:
+    def estimate_seconds(self, codebook: str, threads: int, encoder: str) -> float:
         """Seconds of encoding, from a measured tile of every bit rate in the plan."""
         return (
             sum(
                 sum(tensor.tiles for tensor in self.quantized if tensor.bits == bits)
-                * seconds_per_tile(bits, codebook, threads)
+                * seconds_per_tile(bits, codebook, threads, encoder)
                 for bits in {tensor.bits for tensor in self.quantized if tensor.bits is not None}
             )
             * SCALE_SEARCH_OVERHEAD
@@ -99,12 +99,12 @@ def padded(features: int) -> int:
     return -(-features // PAD_TO) * PAD_TO
 
 
-def seconds_per_tile(bits: float, codebook: str, threads: int) -> float:
+def seconds_per_tile(bits: float, codebook: str, threads: int, encoder: str) -> float:
     """Measured wall time of one tile with all threads busy."""
     tiles = torch.randn(16 * (threads or default_threads()), TILE_WEIGHTS, generator=torch.Generator().manual_seed(0))
-    encode_tiles(tiles[:1], bits, codebook, threads)
+    encode_tiles(tiles[:1], bits, codebook, threads, encoder=encoder)
     start = time.perf_counter()
-    encode_tiles(tiles, bits, codebook, threads)
+    encode_tiles(tiles, bits, codebook, threads, encoder=encoder)
     return (time.perf_counter() - start) / len(tiles)
 
 

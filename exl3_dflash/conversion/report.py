@@ -65,6 +65,7 @@ class QuantizeReport:
     head_bits: float
     head_quantized: bool
     codebook: str
+    encoder: str
     out_scales: str
     size_bytes: int
     source_bytes: int

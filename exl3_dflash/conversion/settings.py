@@ -8,6 +8,7 @@ from typing import Any
 
 from exl3_dflash.errors import Exl3DflashError
 from quantize.codebook import CODEBOOKS
+from quantize.encoder import ENCODERS
 from quantize.linear import OUT_SCALES
 from quantize.trellis import SUPPORTED_BITS
 
@@ -26,6 +27,7 @@ class JobSettings:
         bits: bits per weight of every quantized linear but the head.
         head_bits: bits per weight of the drafter's own head, if it has one.
         codebook: `mul1`, `mcg` or `3inst`.
+        encoder: the tile search: `fast` or `exact`.
         out_scales: output channel scales: `auto`, `always` or `never`.
         calibration: `target` (run the target) or `none` (no Hessian, no feedback).
         method: of calibrated layers: errors weighed by inputs and outputs (`two-sided`) or inputs only (`one-sided`).
@@ -45,6 +47,7 @@ class JobSettings:
     bits: float = 6.0
     head_bits: float = 8.0
     codebook: str = "mul1"
+    encoder: str = "exact"
     out_scales: str = "auto"
     calibration: str = "target"
     method: str = "two-sided"
@@ -72,6 +75,7 @@ class JobSettings:
 
     def __post_init__(self) -> None:
         _check_choice("--codebook", self.codebook, CODEBOOKS)
+        _check_choice("--encoder", self.encoder, ENCODERS)
         _check_choice("--out-scales", self.out_scales, OUT_SCALES)
         _check_choice("--calibration", self.calibration, CALIBRATIONS)
         _check_choice("--method", self.method, METHODS)
