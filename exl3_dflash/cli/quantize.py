@@ -34,7 +34,12 @@ def quantize(
         float, typer.Option("--head-bits", help="Bits of the drafter's own head; inert where it has none.")
     ] = 8.0,
     codebook: Annotated[str, typer.Option("--codebook", help="mul1, mcg or 3inst.")] = "mul1",
-    encoder: Annotated[str, typer.Option("--encoder", help="Tile search: exact, or fast (measured 2 to 4 times as fast, errors within 0.03 %).")] = "exact",
+    encoder: Annotated[
+        str,
+        typer.Option(
+            "--encoder", help="Tile search: exact, or fast (measured 2 to 4 times as fast, errors within 0.03 %)."
+        ),
+    ] = "exact",
     calibration: Annotated[
         str, typer.Option("--calibration", help="target: run the target; none: as ExLlamaV3's converter does.")
     ] = "target",
