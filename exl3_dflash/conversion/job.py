@@ -22,8 +22,9 @@ from exl3_dflash.calibration.fisher import FisherSettings
 from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
 from exl3_dflash.conversion.output import audit_output, write_output
 from exl3_dflash.conversion.plan import QuantizationPlan, TensorPlan, describe, make_plan
-from exl3_dflash.conversion.probing import probe_checkpoint, probe_notes
-from exl3_dflash.conversion.report import CalibrationReport, QuantizeReport, TensorReport, package_versions
+from exl3_dflash.conversion.probing import probe_checkpoint
+from exl3_dflash.conversion.report import QuantizeReport, package_versions
+from exl3_dflash.conversion.reporting import build_report
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.conversion.steps import (
     pack_calibration,
@@ -37,7 +38,6 @@ from exl3_dflash.conversion.work_directory import WorkDirectory
 from exl3_dflash.doctor.papers import require_papers
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
-from exl3_dflash.drafter.taps import DEFAULT_TAP_SHIFT
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.resolve import ResolvedModel, resolve
 from exl3_dflash.measure.fidelity import FidelityResult, measure_fidelity
@@ -134,7 +134,19 @@ def _run_steps(
     calibration = _calibrate(settings, inputs, drafter, rows, work, reporter)
     quantized = _quantize_tensors(settings, inputs, calibration, work, reporter)
     fidelity = _measure_pair(inputs, drafter, quantized, rows, reporter)
-    return _report(settings, inputs, rows, probe, calibration, quantized, fidelity), quantized
+    report = build_report(
+        settings,
+        inputs.source,
+        inputs.checkpoint,
+        inputs.target,
+        inputs.plan,
+        rows,
+        probe,
+        calibration,
+        quantized,
+        fidelity,
+    )
+    return report, quantized
 
 
 def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
@@ -341,78 +353,3 @@ def anchors_per_row(drafter: DrafterModel, target: Target) -> int:
     config = drafter.config
     head_operations = 2 * (config.block_size - 1) * target.facts.head_size * config.hidden_size
     return max(MIN_ANCHORS_PER_ROW, int(HEAD_OPERATIONS_PER_ROW // head_operations))
-
-
-def _report(
-    settings: JobSettings,
-    inputs: _Inputs,
-    rows: RowSet | None,
-    probe: ProbeResult | None,
-    calibration: Calibration | None,
-    quantized: dict[str, QuantizedLinear],
-    fidelity: FidelityResult | None,
-) -> QuantizeReport:
-    plan, checkpoint = inputs.plan, inputs.checkpoint
-    tap_shift = checkpoint.config.tap_shift
-    accept_length = {row.name: row.accept_length for row in fidelity.drafters} if fidelity else None
-    return QuantizeReport(
-        out_dir=str(settings.out_dir),
-        source=inputs.source.name,
-        source_revision=inputs.source.revision,
-        source_sha256=checkpoint.sha256,
-        target=inputs.target.facts.name if inputs.target else None,
-        bits=settings.bits,
-        bpw=round(plan.bpw, 4),
-        head_bits=settings.head_bits,
-        head_quantized=plan.has_head,
-        codebook=settings.codebook,
-        encoder=settings.encoder,
-        out_scales=settings.out_scales,
-        size_bytes=0,
-        source_bytes=plan.source_bytes,
-        tensors=[_tensor_report(tensor, quantized[tensor.linear.name]) for tensor in plan.quantized],
-        copied={tensor.linear.name: tensor.reason for tensor in plan.tensors if tensor.reason},
-        notes=[*([plan.loader_note] if plan.loader_note else []), *probe_notes(probe)],
-        calibration=_calibration_report(settings, rows, calibration),
-        tap_shift=DEFAULT_TAP_SHIFT if tap_shift is None else tap_shift,
-        probe=probe.to_json() if probe else None,
-        accept_length=accept_length,
-        fidelity=fidelity.to_json() if fidelity else None,
-        seed=settings.seed,
-        versions=package_versions(),
-        seconds=0.0,
-    )
-
-
-def _tensor_report(tensor: TensorPlan, linear: QuantizedLinear) -> TensorReport:
-    return TensorReport(
-        name=tensor.linear.name,
-        shape=[tensor.linear.in_features, tensor.linear.out_features],
-        bits=linear.bits,
-        proxy_error=linear.proxy_error,
-        weight_error=linear.weight_error,
-        fallback=linear.fallback,
-        seconds=linear.seconds,
-        method=linear.method,
-        output_fallback=linear.output_fallback,
-    )
-
-
-def _calibration_report(
-    settings: JobSettings, rows: RowSet | None, calibration: Calibration | None
-) -> CalibrationReport:
-    if calibration is None or rows is None:
-        return CalibrationReport(mode="none")
-    return CalibrationReport(
-        mode="target",
-        source=rows.source,
-        rows=calibration.rows,
-        cols=settings.cal_cols,
-        tokens=calibration.tokens,
-        anchors=calibration.anchors,
-        dropped_rows=calibration.dropped_rows,
-        dropped_inputs=calibration.dropped_inputs,
-        dropped_gradients=calibration.dropped_gradients,
-        method=settings.method,
-        notes=list(rows.notes),
-    )
