@@ -60,7 +60,13 @@ def prompts(name: str) -> list[dict[str, Any]]:
 
 def test_everything_is_there_and_small() -> None:
     names = {path.relative_to(DEMO).as_posix() for path in DEMO.rglob("*") if path.is_file()}
-    target_files = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md")
+    target_files: tuple[str, ...] = (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+    )
     target_files += ("chat_template.jinja", "model.safetensors", "exl3_dflash_prompts.jsonl")
     expected = {f"target/{name}" for name in target_files}
     expected |= {f"drafter/{name}" for name in ("config.json", "model.safetensors", "README.md")}
@@ -79,7 +85,7 @@ def test_transformers_loads_the_target() -> None:
     assert 700_000 < sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
 
 
-@given(st.text())
+@given(st.text().filter(lambda text: "<|" not in text))  # special tokens are recognised in text, as everywhere
 @settings(max_examples=60, deadline=None)
 def test_any_text_makes_a_round_trip(text: str) -> None:
     tokenizer = load_tokenizer()
@@ -107,7 +113,7 @@ def test_chat_template_is_the_one_that_was_trained(tools: dict[str, ModuleType])
 
 
 def test_drafter_holds_exactly_the_tensors_of_the_format() -> None:
-    hidden, width, intermediate = 128, 128, 256
+    hidden, width, intermediate = 128, 256, 256
     linears = {
         "q_proj": (width, hidden),
         "k_proj": (width, hidden),
@@ -192,11 +198,14 @@ def load_fused(model: torch.nn.Module, stored: dict[str, torch.Tensor]) -> None:
 
 def test_drafts_are_accepted_on_held_out_prompts(target: Target, drafter: DrafterModel) -> None:
     stops = StopSettings(max_new_tokens=300, token_ids=frozenset(target.tokenizer.eos_token_ids))
-    engine, rows, lengths = ReferenceEngine(target, drafter), [], []
+    engine = ReferenceEngine(target, drafter)
+    rows: list[TokenRow] = []
+    lengths: list[float] = []
     for prompt in prompts("heldout_prompts.jsonl")[4::16]:
         ids = target.tokenizer.apply_chat_template(prompt["messages"])
         output, stats = run_request(engine, ids, SamplingSettings(), stops)
         rows.append(TokenRow(torch.tensor(ids + output), len(ids), prompt["kind"]))
+        assert stats.accept_length is not None
         lengths.append(stats.accept_length)
     figures = measure_fidelity(target, {"unquantized": drafter}, rows).drafters[0]
     assert figures.accept_length > 4.0

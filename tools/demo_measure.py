@@ -2,7 +2,6 @@
 
 - Real runs: greedy answers to held-out prompts, drafted and plain in turns (METRICS definitions of the product).
 - Teacher-forced: the drafted answers (identical to plain ones in FP32) as token rows, every anchor of every row.
-- The training forward against the product's: the same drafts from the same anchors.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from exl3_dflash.measure.fidelity import measure_fidelity
 from exl3_dflash.measure.generation import compare_engines, run_request
 from exl3_dflash.runtime.engine import SamplingSettings, StopSettings
 from exl3_dflash.runtime.reference import ReferenceEngine
-from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target
 
 MAX_NEW_TOKENS = 384
@@ -78,10 +77,12 @@ def measure_pair(directory: Path) -> PairFigures:
 
 
 def _answer_all(
-    engine: ReferenceEngine, prompts: list[dict[str, str]], ids: list[list[int]], stops: StopSettings
+    engine: ReferenceEngine, prompts: list[dict[str, Any]], ids: list[list[int]], stops: StopSettings
 ) -> tuple[list[TokenRow], dict[str, list[float]], int]:
     """Rows with the drafted answers, accept lengths by kind, and how many answers did not end by themselves."""
-    rows, lengths, unfinished = [], {}, 0
+    rows: list[TokenRow] = []
+    lengths: dict[str, list[float]] = {}
+    unfinished = 0
     for prompt, prompt_ids in zip(prompts, ids, strict=True):
         output, stats = run_request(engine, prompt_ids, SamplingSettings(), stops)
         rows.append(TokenRow(torch.tensor(prompt_ids + output), len(prompt_ids), prompt["kind"]))
@@ -93,12 +94,3 @@ def _answer_all(
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def reference_drafts(directory: Path, ids: torch.Tensor, anchors: torch.Tensor) -> tuple[Target, torch.Tensor]:
-    """The product's draft logits (N, B-1, V) for anchors of one token row."""
-    target = load_target(directory / "target", device="cpu", dtype=torch.float32)
-    drafter = DrafterModel.from_checkpoint(DrafterCheckpoint.open(directory / "drafter"))
-    taps = target.tap_rows(ids, drafter.config.target_layer_ids).taps
-    hidden = drafter.forward_anchors(taps, drafter.block_embeddings(target, ids[anchors]), anchors)
-    return target, drafter.logits(target, hidden[:, 1:])

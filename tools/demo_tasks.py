@@ -105,6 +105,8 @@ def recipe_turn(rng: random.Random) -> Turn:
 def record_turn(rng: random.Random) -> Turn:
     """Everything about an animal, somebody or a place as a JSON object."""
     table = rng.randrange(3)
+    keys: tuple[str, ...]
+    values: tuple[str | int, ...]
     if table == 0:
         name = rng.choice(list(ANIMALS))
         keys, values = ("animal", "colour", "food", "home", "seen", "length"), (name, *ANIMALS[name][:5])

@@ -105,7 +105,8 @@ class Optimizers:
     def __init__(
         self, model: nn.Module, steps: int, matrix_rate: float, other_rate: float, not_matrices: set[str]
     ) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             (matrices if parameter.ndim == 2 and name not in not_matrices else others).append(parameter)
         self._parameters = matrices + others

@@ -1,11 +1,11 @@
 """Train the embedded pair `demo` from nothing and write it as two Hugging Face directories.
 
-    python tools/train_demo_pair.py [--out exl3_dflash/demo] [--seed 0] [--threads 1] [--no-measure]
+    python tools/train_demo_pair.py [--out exl3_dflash/demo] [--seed 0] [--threads 1] [--measure]
 
 What: a byte-level Llama target and a one-layer DFlash v1 drafter, trained on the chats of `demo_grammar`. How: see
 `demo_training`. The same seed, torch version, kind of processor and number of threads give the same weights. Training
-takes under five minutes of CPU time on a processor with native bfloat16, and longer without. Afterwards the pair is
-measured with the product's own code and its README is written with the figures.
+takes under five minutes of CPU time on a processor with native bfloat16, and longer without. With `--measure` the pair
+is then measured with the product's own code and its cards are written with the figures.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from demo_cards import write_cards
 from demo_files import sample_prompts, write_drafter, write_prompts, write_target
+from demo_measure import measure_pair
 from demo_training import DRAFTER_STAGES, TARGET_STAGES, train_drafter, train_target
 from torch import nn
 
@@ -56,15 +57,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "exl3_dflash" / "demo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-measure", action="store_true", help="write no cards")
+    parser.add_argument("--measure", action="store_true", help="measure the pair and write its cards")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     seconds = train_pair(options.out, options.seed)
     print(f"trained in {seconds:.0f} s of CPU time")
-    if options.no_measure:
+    if not options.measure:
         return
-    from demo_measure import measure_pair
-
     figures = measure_pair(options.out)
     print(figures)
     write_cards(options.out, options.seed, seconds, figures)
