@@ -59,7 +59,7 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: the arguments after the program's name; `sys.argv[1:]` if None.
     """
-    signal.signal(signal.SIGTERM, _stop)
+    previous = signal.signal(signal.SIGTERM, _stop)
     try:
         app(args=args, prog_name="exl3-dflash")
     except Exl3DflashError as error:
@@ -71,6 +71,8 @@ def main(args: list[str] | None = None) -> None:
         _report(f"error: {error}")
     except Exception as error:
         _report(f"internal error: {type(error).__name__}: {error} (a bug: EXL3_DFLASH_DEBUG=1 shows where)")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
