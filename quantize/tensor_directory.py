@@ -33,7 +33,6 @@ SINGLE_NAME = "model.safetensors"
 
 _NUMBERED_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt")
-_HASH_CHUNK = 16 * 1024**2
 
 
 class TensorDirectory:
@@ -116,7 +115,7 @@ class TensorDirectory:
         """One SHA-256 for the weight files: the file's own where there is one file, else that of the sorted lines
         `<digest>  <file name>` that `sha256sum` would print."""
         if self._sha256 is None:
-            digests = {file.name: _file_sha256(file) for file in self.files}
+            digests = {file.name: file_sha256(file) for file in self.files}
             lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
             one = len(digests) == 1
             self._sha256 = next(iter(digests.values())) if one else hashlib.sha256(lines.encode()).hexdigest()
@@ -135,12 +134,10 @@ class TensorDirectory:
         self.close()
 
 
-def _file_sha256(file: Path) -> str:
-    digest = hashlib.sha256()
+def file_sha256(file: Path) -> str:
+    """SHA-256 of a file's bytes, as hex digits."""
     with file.open("rb") as stream:
-        while chunk := stream.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _files_without_index(path: Path) -> tuple[Path, ...]:

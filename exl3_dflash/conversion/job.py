@@ -8,7 +8,6 @@ complete, and every finished step is kept in the work directory, from where an i
 
 from __future__ import annotations
 
-import hashlib
 import time
 import zlib
 from dataclasses import dataclass, replace
@@ -50,6 +49,7 @@ from quantize.checkpoint import CheckpointWriter
 from quantize.encoder import default_threads
 from quantize.hessian import Hessian
 from quantize.linear import QuantizedLinear, QuantSettings, decode_linear, quantize_linear
+from quantize.tensor_directory import file_sha256
 
 MIN_ANCHORS_PER_ROW = 32
 HEAD_OPERATIONS_PER_ROW = 5e10  # about a second of a CPU
@@ -101,21 +101,14 @@ def quantize_drafter(settings: JobSettings, reporter: Reporter | None = None) ->
 def _manifest(settings: JobSettings, inputs: _Inputs) -> dict[str, Any]:
     """What the job is: results of another one are not reused."""
     facts = inputs.target.facts if inputs.target else None
+    cal_data = Path(settings.cal_data).expanduser()  # a file, or the word `default` or `chat`
     return {
         "settings": settings.binding(),
-        "cal_data_sha256": _file_digest(Path(settings.cal_data).expanduser()),
+        "cal_data_sha256": file_sha256(cal_data) if cal_data.is_file() else None,
         "source_sha256": inputs.checkpoint.sha256,
         "target": facts and (facts.sha256 or inputs.target_revision or facts.name),
         "versions": package_versions(),
     }
-
-
-def _file_digest(path: Path) -> str | None:
-    """SHA-256 of a file; None where there is none (`default`, `chat`)."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _run_steps(
