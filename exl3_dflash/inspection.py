@@ -210,7 +210,7 @@ def _drafter_facts(config: DrafterConfig, checkpoint: DrafterCheckpoint | None) 
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "block_size": config.block_size,
+        "block_size": config.stated_block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         "tap_shift": config.tap_shift,

@@ -56,7 +56,7 @@ def _drafter_lines(drafter: dict[str, Any]) -> list[tuple[str, str]]:
             f"{drafter['layers']} layers{sliding}, hidden {drafter['hidden_size']}, heads {drafter['heads']}/"
             f"{drafter['kv_heads']} x {drafter['head_dim']}, vocabulary {vocabulary}",
         ),
-        ("block", f"{drafter['block_size']} tokens, mask token {drafter['mask_token_id']}"),
+        ("block", f"{drafter['block_size'] or 'unknown number of'} tokens, mask token {drafter['mask_token_id']}"),
         (
             "taps",
             f"{', '.join(map(str, drafter['target_layer_ids']))}{shift} of {drafter['num_target_layers'] or '?'} "

@@ -8,6 +8,7 @@ import typer
 
 from exl3_dflash.cli.options import (
     PAIR_NAMES,
+    BlockSizeOption,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -49,6 +50,7 @@ def chat(
     think: Annotated[
         bool | None, typer.Option("--think/--no-think", help="The chat template's thinking switch.")
     ] = None,
+    block_size: BlockSizeOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
@@ -71,7 +73,15 @@ def chat(
     draft_tokens = 0 if no_draft else draft_tokens
     if not quiet:
         typer.echo(f"loading {target}{f' and {drafter}' if drafter else ''}", err=True)
-    pair = load_pair(target, drafter, device=device, dtype=dtype.value, threads=threads, draft_tokens=draft_tokens)
+    pair = load_pair(
+        target,
+        drafter,
+        device=device,
+        dtype=dtype.value,
+        threads=threads,
+        draft_tokens=draft_tokens,
+        block_size=block_size,
+    )
     if not quiet:
         for note in pair.notes:
             typer.echo(f"note: {note}", err=True)

@@ -9,6 +9,7 @@ import typer
 
 from exl3_dflash.cli.options import (
     PAIR_NAMES,
+    BlockSizeOption,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -33,6 +34,7 @@ def doctor(
     ] = 16,
     cols: Annotated[int, typer.Option("--cols", min=32, help="Most tokens of a measured row.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Seed of rows and anchors.")] = 0,
+    block_size: BlockSizeOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
@@ -46,7 +48,9 @@ def doctor(
     from exl3_dflash.doctor.run import DoctorSettings, diagnose
     from exl3_dflash.progress import Reporter
 
-    settings = DoctorSettings(rows=rows, cols=cols, seed=seed, device=device, dtype=dtype.value, threads=threads)
+    settings = DoctorSettings(
+        rows=rows, cols=cols, seed=seed, device=device, dtype=dtype.value, threads=threads, block_size=block_size
+    )
     diagnosis = diagnose(drafter, target, settings, Reporter(quiet=quiet))
     typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False) if json_output else render(diagnosis))
     raise typer.Exit(0 if diagnosis.verdict.healthy else 1)

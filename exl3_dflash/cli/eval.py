@@ -10,6 +10,7 @@ import typer
 
 from exl3_dflash.cli.options import (
     PAIR_NAMES,
+    BlockSizeOption,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -45,6 +46,7 @@ def evaluate(
         int | None, typer.Option("--anchors", min=1, help="Anchors drawn per row; every one by default.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of rows and anchors.")] = 0,
+    block_size: BlockSizeOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
@@ -70,6 +72,7 @@ def evaluate(
         thinking=thinking,
         anchors_per_row=anchors,
         seed=seed,
+        block_size=block_size,
         device=device,
         dtype=dtype.value,
         threads=threads,

@@ -23,6 +23,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 means the physical cores.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Computation type of target and drafter.")]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option("--block-size", min=2, help="Block size of a drafter whose config.json does not say it."),
+]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Only errors on stderr.")]
 

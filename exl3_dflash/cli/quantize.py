@@ -9,6 +9,7 @@ import typer
 
 from exl3_dflash.cli.options import (
     PAIR_NAMES,
+    BlockSizeOption,
     DeviceOption,
     Dtype,
     DtypeOption,
@@ -73,6 +74,7 @@ def quantize(
         typer.Option("--resume/--restart", help="Continue an interrupted job, or throw away what it left."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing --out.")] = False,
+    block_size: BlockSizeOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
@@ -102,6 +104,7 @@ def quantize(
         cal_cols=cal_cols,
         eval_rows=eval_rows,
         seed=seed,
+        block_size=block_size,
         force=force,
         work_dir=work_dir,
         resume=resume is True,

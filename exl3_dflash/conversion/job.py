@@ -144,7 +144,8 @@ def _run_steps(
 
 def _load_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
     source = resolve(settings.source, "drafter")
-    checkpoint = DrafterCheckpoint.open(source.path)
+    checkpoint = DrafterCheckpoint.open(source.path, settings.block_size)
+    _ = checkpoint.config.block_size  # raises where nobody has said it
     if checkpoint.is_exl3:
         raise Exl3DflashError(
             f"{source.name} is quantized to EXL3 already",

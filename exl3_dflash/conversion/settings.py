@@ -35,6 +35,7 @@ class JobSettings:
         cal_rows, cal_cols: calibration rows and tokens per row.
         eval_rows: held-out rows on which the drafter is measured before and after; 0 measures nothing.
         seed: of rows, anchors and sign flips.
+        block_size: of a drafter whose config does not say it.
         force: replace an existing `out_dir`.
         work_dir: where finished steps are kept while the job runs; beside `out_dir` if None.
         resume, restart: continue an interrupted job, or throw away what it left.
@@ -56,6 +57,7 @@ class JobSettings:
     cal_cols: int = 2048
     eval_rows: int = 32
     seed: int = 0
+    block_size: int | None = None
     force: bool = False
     work_dir: Path | None = None
     resume: bool = False

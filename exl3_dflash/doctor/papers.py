@@ -27,6 +27,8 @@ REPORT_FILE = "quantize_report.json"
 
 # A config that cannot be read is blamed on the fact that its error names.
 _CONFIG_CAUSES = (
+    ("block_size", "block size"),
+    ("--block-size", "block size"),
     ("target_layer_ids", "taps"),
     ("tap_shift", "taps"),
     ("rope", "rope"),
@@ -38,28 +40,32 @@ _CONFIG_CAUSES = (
 _PAIRING_ADVICE = "pair it with the target that it was trained for (its model card names it)"
 
 
-def open_drafter(path: Path) -> tuple[list[Check], DrafterCheckpoint | None]:
-    """Checks `config`, `files` and `tensors` of a drafter's directory, and the checkpoint if all passed."""
+def open_drafter(path: Path, block_size: int | None = None) -> tuple[list[Check], DrafterCheckpoint | None]:
+    """Checks `config`, `files` and `tensors` of a drafter's directory, and the checkpoint if all passed.
+
+    block_size: what the user says it is, for a config that does not.
+    """
     try:
-        checkpoint = DrafterCheckpoint.open(path)
+        checkpoint = DrafterCheckpoint.open(path, block_size)
+        rows = checkpoint.config.block_size
     except Exl3DflashError:
-        return _locate(path), None
+        return _locate(path, block_size), None
     config = checkpoint.config
     directory = checkpoint.directory
     return [
-        Check("config", PASS, f"{config.architecture}: {config.num_layers} layers, blocks of {config.block_size}"),
+        Check("config", PASS, f"{config.architecture}: {config.num_layers} layers, blocks of {rows}"),
         Check("files", PASS, f"{len(directory.names())} tensors, {directory.nbytes() / 2**20:.1f} MiB"),
         Check("tensors", PASS, "every tensor of the model is there, and no other"),
     ], checkpoint
 
 
-def _locate(path: Path) -> list[Check]:
+def _locate(path: Path, block_size: int | None) -> list[Check]:
     """Which of the steps of opening a drafter fails."""
     checks = []
     for name, step in (
-        ("config", lambda: DrafterConfig.from_directory(path)),
+        ("config", lambda: _runnable_config(path, block_size)),
         ("files", lambda: TensorDirectory.open(path)),
-        ("tensors", lambda: DrafterCheckpoint.open(path)),
+        ("tensors", lambda: DrafterCheckpoint.open(path, block_size)),
     ):
         try:
             step()
@@ -72,6 +78,12 @@ def _locate(path: Path) -> list[Check]:
             return checks
         checks.append(Check(name, PASS, "readable"))
     return checks
+
+
+def _runnable_config(path: Path, block_size: int | None) -> int:
+    """Read the config and its block size, or raise."""
+    config = DrafterConfig.from_directory(path)
+    return (config if block_size is None else config.with_block_size(block_size)).block_size
 
 
 def check_papers(checkpoint: DrafterCheckpoint, target: TargetSketch) -> list[Check]:
@@ -91,8 +103,9 @@ def require_papers(checkpoint: DrafterCheckpoint, target: TargetSketch) -> tuple
     """What someone who is about to use the pair should know.
 
     Raises:
-        Exl3DflashError: the pair does not fit; one message with every reason.
+        Exl3DflashError: the drafter has no block size; the pair does not fit, one message with every reason.
     """
+    _ = checkpoint.config.block_size  # raises where nobody has said it
     notes = check_pairing(checkpoint, target)
     known = {"dimensions", "layers", "vocabulary"}  # `check_pairing` has said these
     warned = [check for check in check_papers(checkpoint, target) if check.status != PASS and check.name not in known]

@@ -46,6 +46,7 @@ class DoctorSettings:
         anchors_per_row: anchors drawn per row; None takes all.
         seed: of rows and anchors.
         device, dtype, threads: where and in which type the pair runs.
+        block_size: of a drafter whose config does not say it.
     """
 
     rows: int = 16
@@ -55,6 +56,7 @@ class DoctorSettings:
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
+    block_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def diagnose(
     settings, reporter = settings or DoctorSettings(), reporter or Reporter(quiet=True)
     start = time.perf_counter()
     torch.set_num_threads(settings.threads or default_threads())
-    checks, checkpoint, sketch, path = _read_papers(drafter, target)
+    checks, checkpoint, sketch, path = _read_papers(drafter, target, settings.block_size)
     found = Diagnosis(drafter, target, reach_verdict(checks), checks)
     blocked = any(check.status == FAIL and check.name in BLOCKING for check in checks)
     if settings.rows and not blocked and checkpoint is not None and sketch is not None and path is not None:
@@ -111,14 +113,14 @@ def diagnose(
 
 
 def _read_papers(
-    drafter: str, target: str
+    drafter: str, target: str, block_size: int | None
 ) -> tuple[list[Check], DrafterCheckpoint | None, TargetSketch | None, Path | None]:
     """Every cheap check, and what was opened on the way."""
     checks: list[Check] = []
     source = _attempt("files", lambda: resolve(drafter, "drafter"), checks)
     checkpoint = None
     if source is not None:
-        opened, checkpoint = open_drafter(source.path)
+        opened, checkpoint = open_drafter(source.path, block_size)
         checks += opened
     path = _attempt("target", lambda: resolve(target, "target"), checks)
     sketch = None if path is None else _attempt("target", lambda: sketch_target(path.path, path.name), checks)

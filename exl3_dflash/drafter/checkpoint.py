@@ -60,14 +60,19 @@ class DrafterCheckpoint:
         self._specs = {spec.name: spec for spec in linears}
 
     @classmethod
-    def open(cls, path: str | Path) -> DrafterCheckpoint:
+    def open(cls, path: str | Path, block_size: int | None = None) -> DrafterCheckpoint:
         """Read config and headers under `path` and account for every tensor.
+
+        Args:
+            path: the drafter's directory.
+            block_size: what the user says it is, for a config without one (`DrafterConfig.with_block_size`).
 
         Raises:
             Exl3DflashError: what `DrafterConfig.from_directory` and `TensorDirectory.open` refuse; tensors that are
                 missing, unknown, unsupported, or of a wrong shape or type, all in one message.
         """
         config = DrafterConfig.from_directory(path)
+        config = config if block_size is None else config.with_block_size(block_size)
         directory = TensorDirectory.open(path)
         account = TensorAccount(config, directory)
         account.check()

@@ -1,8 +1,9 @@
 """One `DrafterConfig` out of every config.json dialect of the DFlash family.
 
-Facts without a right default (RoPE theta, taps, mask token, block size) must be there; facts given twice must agree.
-Some published configs lack `block_size` (engines that take the number of mask rows from their command line never read
-it): how many rows a drafter was trained with cannot be seen in its tensors, so the key must be added.
+Facts without a right default (RoPE theta, taps, mask token) must be there; facts given twice must agree. Some published
+configs lack `block_size` (engines that take the number of mask rows from their command line never read it). How many
+rows a drafter was trained with cannot be seen in its tensors: such a config can be looked at, and running it is refused
+until the user has said it (`DrafterConfig.with_block_size`).
 
 Tensors are not looked at here (`drafter.checkpoint`), and the target neither (`exl3_dflash.pairing`).
 """
@@ -53,6 +54,7 @@ class DrafterConfig:
         vocab_size: None where the config does not say, which only a dialect without own tables may do.
         draft_vocab_size: rows of the drafter's own head; vocab_size unless `d2t` maps them to target ids.
         convolutions: DFlash 2 only.
+        stated_block_size: rows of a block, the anchor included; None where the config does not say (see `block_size`).
         tap_shift: exllamav3's offset on target_layer_ids where the checkpoint pins it, else None.
         raw: the config.json it was read from.
     """
@@ -68,7 +70,7 @@ class DrafterConfig:
     rms_norm_eps: float
     vocab_size: int | None
     draft_vocab_size: int | None
-    block_size: int
+    stated_block_size: int | None
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
@@ -86,6 +88,35 @@ class DrafterConfig:
     final_logit_softcap: float | None
     convolutions: ConvolutionSettings | None
     raw: dict[str, Any]
+
+    @property
+    def block_size(self) -> int:
+        """Rows B of a block, the anchor included.
+
+        Raises:
+            Exl3DflashError: the config does not say.
+        """
+        if self.stated_block_size is None:
+            raise Exl3DflashError(
+                "config.json of the drafter has no 'block_size'",
+                expected="the block size that the drafter was trained with: its tensors do not show it",
+                fix="give --block-size N (its card, or the command line of the engine it was made for, says it)",
+            )
+        return self.stated_block_size
+
+    def with_block_size(self, rows: int) -> DrafterConfig:
+        """This config with blocks of `rows` rows, for one that does not say.
+
+        Raises:
+            Exl3DflashError: it says another number, or `rows` is below 2.
+        """
+        if self.stated_block_size not in (None, rows):
+            raise Exl3DflashError(
+                f"--block-size {rows}, but config.json of the drafter says {self.stated_block_size}",
+                expected="a block size only where config.json has none",
+                fix="leave it out; --draft-tokens drafts fewer tokens",
+            )
+        return self.from_dict({**self.raw, "block_size": rows})
 
     def layer_is_causal(self, index: int) -> bool:
         """Whether block rows of layer `index` see only themselves and earlier block rows."""
@@ -127,7 +158,7 @@ class DrafterConfig:
         reader = ConfigReader(raw)
         check_features(reader, dialect)
         vocab_size = reader.integer("vocab_size", default=... if dialect.names_vocabulary else None)
-        block_size = reader.integer("block_size", minimum=2)
+        block_size = reader.integer("block_size", default=None, minimum=2)
         hidden_size, num_layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
         heads = read_heads(reader, hidden_size)
         layer_types, window = read_layers(reader, num_layers)
@@ -141,7 +172,7 @@ class DrafterConfig:
             rms_norm_eps=reader.number("rms_norm_eps"),
             vocab_size=vocab_size,
             draft_vocab_size=read_draft_vocabulary(reader, vocab_size),
-            block_size=block_size,
+            stated_block_size=block_size,
             mask_token_id=reader.integer("mask_token_id", minimum=0),
             target_layer_ids=read_taps(reader),
             num_target_layers=reader.integer("num_target_layers", default=None),

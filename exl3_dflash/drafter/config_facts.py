@@ -96,7 +96,9 @@ def read_sinks(reader: ConfigReader, layer_types: tuple[str, ...]) -> tuple[bool
     return None if sliding is None else tuple(sliding and kind == SLIDING for kind in layer_types)
 
 
-def read_convolutions(reader: ConfigReader, hidden_size: int, vocab_size: int, block_size: int) -> ConvolutionSettings:
+def read_convolutions(
+    reader: ConfigReader, hidden_size: int, vocab_size: int, block_size: int | None
+) -> ConvolutionSettings:
     settings = ConvolutionSettings(
         kernel_size=reader.integer("conv_kernel_size", default=2),
         group_size=reader.integer("conv_group_size", default=16),
@@ -107,7 +109,7 @@ def read_convolutions(reader: ConfigReader, hidden_size: int, vocab_size: int, b
         (
             "conv_kernel_size",
             settings.kernel_size,
-            settings.kernel_size <= block_size,
+            block_size is None or settings.kernel_size <= block_size,
             f"at most block_size {block_size}",
         ),
         ("conv_group_size", settings.group_size, hidden_size % settings.group_size == 0, f"a divisor of {hidden_size}"),

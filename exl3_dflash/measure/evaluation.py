@@ -55,6 +55,7 @@ class EvalSettings:
         anchors_per_row: anchors drawn per row; None takes every one.
         seed: of rows and anchors.
         device, dtype, threads: where and in which type everything runs.
+        block_size: of drafters whose config does not say it.
     """
 
     target: str
@@ -68,6 +69,7 @@ class EvalSettings:
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.thinking not in THINKING:
@@ -147,7 +149,7 @@ def evaluate(settings: EvalSettings, reporter: Reporter | None = None) -> EvalRe
     check_source(settings.data)
     target_source = resolve(settings.target, "target")
     sketch = sketch_target(target_source.path, target_source.name)
-    opened = _open_drafters(settings.drafters)
+    opened = _open_drafters(settings.drafters, settings.block_size)
     for item in opened:
         for note in require_papers(item.checkpoint, sketch):
             reporter.note(f"note: {item.name}: {note}")
@@ -200,7 +202,7 @@ def evaluate(settings: EvalSettings, reporter: Reporter | None = None) -> EvalRe
     )
 
 
-def _open_drafters(names: Sequence[str]) -> list[_Opened]:
+def _open_drafters(names: Sequence[str], block_size: int | None) -> list[_Opened]:
     """Every drafter's files; names that several share are replaced by what the user gave."""
     sources = [resolve(name, "drafter") for name in names]
     short = [source.name for source in sources]
@@ -209,7 +211,8 @@ def _open_drafters(names: Sequence[str]) -> list[_Opened]:
         twice = next(name for name in unique if unique.count(name) > 1)
         raise Exl3DflashError(f"--drafter {twice} is given twice", "different drafters", "remove one of them")
     return [
-        _Opened(name, source, DrafterCheckpoint.open(source.path)) for name, source in zip(unique, sources, strict=True)
+        _Opened(name, source, DrafterCheckpoint.open(source.path, block_size))
+        for name, source in zip(unique, sources, strict=True)
     ]
 
 

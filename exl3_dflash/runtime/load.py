@@ -66,6 +66,7 @@ def load_pair(
     dtype: str | torch.dtype | None = None,
     threads: int = 0,
     draft_tokens: int | None = None,
+    block_size: int | None = None,
 ) -> LoadedPair:
     """Load a target and its drafter.
 
@@ -76,6 +77,7 @@ def load_pair(
         dtype: "auto" or None, "float32", "bfloat16" or a torch type; both compute in it.
         threads: CPU threads of torch; 0 means the physical cores.
         draft_tokens: what `LoadedPair.engine` will be asked for, to be refused early where it is out of range.
+        block_size: of a drafter whose config does not say it.
 
     Raises:
         Exl3DflashError: a name, a file or the pairing is wrong.
@@ -84,7 +86,7 @@ def load_pair(
     torch.set_num_threads(threads or default_threads())
     target_source = resolve(target, "target")
     drafter_source = resolve(drafter, "drafter") if drafter is not None else None
-    checkpoint = DrafterCheckpoint.open(drafter_source.path) if drafter_source else None
+    checkpoint = DrafterCheckpoint.open(drafter_source.path, block_size) if drafter_source else None
     notes: tuple[str, ...] = ()
     if checkpoint is not None:
         notes = require_papers(checkpoint, sketch_target(target_source.path, target_source.name))

@@ -56,7 +56,7 @@ def test_every_missing_or_renamed_tensor_is_named(tmp_path: Path, name: str, ren
         ({"dflash_config": {"mask_token_id": 260}}, "taps"),
         ({"dflash_config": {"mask_token_id": 260, "target_layer_ids": [0, 2, 4]}}, "taps"),
         ({"dflash_config": {"target_layer_ids": [0, 2, 3]}}, "mask token"),  # FIELD_REPORTS 5
-        ({"block_size": None}, "config"),  # FIELD_REPORTS 5
+        ({"block_size": None}, "block size"),  # FIELD_REPORTS 5
         ({"layer_types": ["sliding_attention", "full_attention"]}, "window"),
         ({"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0, 2, 3]}}, "mask token"),
     ],

@@ -70,7 +70,7 @@ def test_two_places_that_disagree_are_refused(key: str) -> None:
         read(dflash_config=FACTS, **{"block_size": None, key: other[key]})
 
 
-@pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids"])
+@pytest.mark.parametrize("key", ["mask_token_id", "target_layer_ids"])
 def test_keys_without_a_right_default_must_be_there(key: str) -> None:
     nested = {name: value for name, value in FACTS.items() if name != key}
     with pytest.raises(Exl3DflashError, match=f"has no '{key}'.*no default is right"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,10 +173,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], tuple[int | None, ...], tuple[Any, ...]
         (5120, 5, 32, 8, 128, 17408, 248320),
         (16, 248070, (1, 16, 31, 46, 61), 64, "SSSSF", 2048, 1e7),
     ),
-    "Nemotron, with its block size added": (
-        {**NEMOTRON, "block_size": 8},
+    "Nemotron": (
+        NEMOTRON,
         (2688, 6, 32, 2, 128, 6144, 131072),
-        (8, 990, (1, 5, 19, 29, 41, 51), None, "F" * 6, None, 1e4),
+        (None, 990, (1, 5, 19, 29, 41, 51), None, "F" * 6, None, 1e4),
     ),
     "Muse-Glimmer, DFlash 2": (
         GLIMMER_DFLASH2,
@@ -225,7 +226,7 @@ def test_dimensions_block_taps_and_layers(name: str) -> None:
     )
     types = "".join(kind[0].upper() for kind in config.layer_types)
     assert facts == (
-        config.block_size,
+        config.stated_block_size,
         config.mask_token_id,
         config.target_layer_ids,
         config.num_target_layers,
@@ -242,8 +243,17 @@ def read(name: str) -> DrafterConfig:
 
 def test_a_config_without_block_size_asks_for_it() -> None:
     """Engines that read this one take the number of mask rows from their command line; no tensor shows it."""
-    with pytest.raises(Exl3DflashError, match=r"no 'block_size', neither in dflash_config .*add block_size"):
-        DrafterConfig.from_dict(NEMOTRON)
+    config = read("Nemotron")
+    with pytest.raises(Exl3DflashError, match=r"no 'block_size'.*--block-size N"):
+        _ = config.block_size
+    told = config.with_block_size(8)
+    assert (told.block_size, told.raw["block_size"]) == (8, 8)
+    assert replace(told, stated_block_size=None, raw=config.raw) == config
+    with pytest.raises(Exl3DflashError, match="whole number of at least 2"):
+        config.with_block_size(1)
+    with pytest.raises(Exl3DflashError, match=r"--block-size 8, but config\.json of the drafter says 16"):
+        read("Qwen3 8B").with_block_size(8)
+    assert read("Qwen3 8B").with_block_size(16).block_size == 16
 
 
 def test_a_vocabulary_may_go_unnamed_only_where_the_drafter_has_none() -> None:
@@ -255,7 +265,7 @@ def test_causality_of_each() -> None:
     causal = {name: [read(name).layer_is_causal(i) for i in range(read(name).num_layers)] for name in CONFIGS}
     assert causal["Qwen3 8B"] == [False] * 5
     assert causal["Qwen3.6 27B"] == [True] * 4 + [False]
-    assert causal["Nemotron, with its block size added"] == [False] * 6
+    assert causal["Nemotron"] == [False] * 6
     assert causal["Muse-Glimmer, DFlash 2"] == [False] * 5
     assert causal["MiMo"] == [False] * 5  # use_swa without layer_types
     assert causal["Laguna"] == [True] * 6
@@ -265,7 +275,7 @@ def test_causality_of_each() -> None:
 def test_rope_of_each() -> None:
     assert read("Qwen3 8B").rope == RopeSettings(theta=1e6)
     assert read("MiMo").rope == RopeSettings(theta=1e4, partial_rotary_factor=0.5)
-    assert read("Nemotron, with its block size added").rope == RopeSettings(
+    assert read("Nemotron").rope == RopeSettings(
         theta=1e4, type="yarn", factor=128.0, original_max_position_embeddings=8192
     )
     assert read("gpt-oss 20B").rope == RopeSettings(
@@ -286,7 +296,7 @@ def test_what_only_some_have() -> None:
     mimo = read("MiMo")
     assert (mimo.attention_value_scale, mimo.attention_sinks) == (0.612, (True,) * 5)
     assert read("gpt-oss 20B").attention_bias
-    assert read("Nemotron, with its block size added").attention_sinks == (False,) * 6
+    assert read("Nemotron").attention_sinks == (False,) * 6
     assert read("Qwen3 8B").attention_sinks is None
     assert (read("speculators").draft_vocab_size, read("speculators").vocab_size) == (32000, 151936)
     assert read("Laguna").draft_vocab_size == 100352
