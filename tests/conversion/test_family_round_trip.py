@@ -42,10 +42,7 @@ def one_layer(name: str) -> dict[str, Any]:
     return {"num_hidden_layers": 1, "layer_types": types and types[:1]}
 
 
-SAME_AS_OTHERS = ("gemma", "causal head", "fused", "dflash2 scaled")  # once they are read
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILY if name not in SAME_AS_OTHERS])
+@pytest.mark.parametrize("name", FAMILY)
 def test_quantize_load_generate(name: str, target: Path, tmp_path: Path) -> None:
     source = make_family_drafter(tmp_path / "source", name, **one_layer(name))
     settings = JobSettings(
