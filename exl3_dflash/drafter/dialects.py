@@ -95,8 +95,8 @@ class UnsupportedKey:
 UNSUPPORTED_KEYS = (
     UnsupportedKey("attn_logit_softcapping", (), "a softcap on attention scores"),
     UnsupportedKey("norm_before_fc", (False,), "norms on the taps before fc"),
-    UnsupportedKey("projector_type", ("dflash",), _DOMINO),
-    UnsupportedKey("shift_label", (False,), _DOMINO),
+    UnsupportedKey("projector_type", ("dflash",), "a head that corrects the logits (Domino, DSpark)"),
+    UnsupportedKey("shift_label", (False,), "labels one position earlier (Domino, DSpark)"),
     UnsupportedKey("sample_from_anchor", (False,), "sampling from the anchor's row (DSpark, Domino)"),
     UnsupportedKey("markov_rank", (0,), "a Markov head (DSpark)"),
     UnsupportedKey("markov_head_type", ("none",), "a Markov head (DSpark)"),
@@ -104,6 +104,9 @@ UNSUPPORTED_KEYS = (
     UnsupportedKey("dspark_bonus_anchor", (False,), "sampling from the anchor's row (DSpark)"),
     UnsupportedKey("dspark_fixup_head_type", ("none",), "a correction head (DSpark)"),
     UnsupportedKey("enable_confidence_head", (False,), "a confidence head (DSpark)"),
+    UnsupportedKey("use_confidence_head", (False,), "a confidence head (DSpark)"),
+    UnsupportedKey("linear_context", (), "a recurrent memory of the context"),
+    UnsupportedKey("use_aux_hidden_state", (True,), "a drafter without the target's features"),
     UnsupportedKey("hidden_act", ("silu", "swish"), "an activation other than SiLU"),
     UnsupportedKey("hidden_activation", ("silu", "swish"), "an activation other than SiLU"),
     UnsupportedKey("mlp_bias", (False,), "biases in the MLP"),
@@ -177,7 +180,7 @@ def check_features(reader: ConfigReader, dialect: Dialect) -> None:
     for key in keys:
         for path, value in reader.entries(key.name):
             if value not in key.neutral:
-                problems.append(f"{path} = {value!r} ({key.feature})")
+                problems.append(f"{path} = {value!r}{_reason(str(value)) or f' ({key.feature})'}")
     for path, value in reader.entries("gating") if dialect.head_gates else ():
         if value != "per-head":
             problems.append(f"{path} = {value!r} (gates other than one per head)")
