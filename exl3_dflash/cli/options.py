@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from quantize.cuda_requirements import check_cuda_device
+
 PAIR_NAMES = "a local directory, a Hugging Face id (org/name[@revision]) or 'demo'"
 
 
@@ -19,8 +21,23 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+def _gpu_is_there(device: str) -> str:
+    """Refuse a GPU that cannot be used while the command line is read, before anything is loaded."""
+    check_cuda_device(device)
+    return device
+
+
+def _gpu_has_kernels(device: str) -> str:
+    """The same where nothing works without ExLlamaV3's kernels."""
+    check_cuda_device(device, kernels=True)
+    return device
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+DeviceOption = Annotated[str, typer.Option("--device", callback=_gpu_is_there, help="auto, cpu, cuda or cuda:N.")]
+KernelDeviceOption = Annotated[
+    str, typer.Option("--device", callback=_gpu_has_kernels, help="auto, cpu, cuda or cuda:N.")
+]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 means the physical cores.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Computation type of target and drafter.")]
 BlockSizeOption = Annotated[

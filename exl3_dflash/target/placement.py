@@ -1,6 +1,7 @@
 """Where a target runs and in which precision, when the user leaves it open.
 
-Device: `auto` is CUDA where there is a GPU, else the CPU.
+Device: `auto` is CUDA where there is a GPU, else the CPU. What is asked for by name is there, or is refused with what
+is missing (`quantize.cuda_requirements`).
 
 Dtype:
 - CUDA: the checkpoint's own, but BF16 for FP16 checkpoints: residuals of real models pass FP16's 65,504, and taps are
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from exl3_dflash.errors import Exl3DflashError
+from quantize.cuda_requirements import check_cuda_device
 
 FP32_CPU_BYTES = 4 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,12 +29,13 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise Exl3DflashError(f"device {device!r} is unknown", "auto, cpu, cuda or cuda:N")
+    check_cuda_device(device)
     chosen = torch.device(device)
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise Exl3DflashError(
             f"device {device} is not there",
             expected=f"one of the {torch.cuda.device_count()} CUDA devices that torch sees",
-            fix="use --device cpu, or install a CUDA build of torch",
+            fix="see nvidia-smi, or use --device cpu",
         )
     return chosen
 
