@@ -1,12 +1,13 @@
 """Single facts of a drafter's config that need more than one key, a cross-check or a rule.
 
-Sliding layers come from `layer_types` with `sliding_window`, or from `use_swa` with `swa_window_size`. Whether a layer
-is causal inside the block, in this order:
+Sliding layers come from `layer_types` with `sliding_window`, or from `use_swa` with `swa_window_size`, which makes all
+layers slide where `layer_types` names none (the configuration classes of trainers fill in full attention by
+themselves); `use_swa: false` says nothing. Whether a layer is causal inside the block, in this order:
 
     is_causal, causal, dflash_query_causal, causal_head (true only)   as it says, for all layers
     sliding_window_non_causal (speculators)                           true: bidirectional; false: as below
     the dialect's default                                             Laguna causal, Muse-Glimmer bidirectional
-    use_swa without layer_types (MiMo)                                bidirectional
+    use_swa where layer_types names no sliding layer (MiMo)           bidirectional
     else                                                              sliding layers causal, full ones bidirectional
 """
 
@@ -82,7 +83,7 @@ def read_causality(reader: ConfigReader, dialect: Dialect) -> bool | None:
         said = False
     if said is None:
         said = dialect.causal
-    if said is None and reader.value("layer_types") is None and reader.boolean("use_swa", default=False):
+    if said is None and SLIDING not in (reader.value("layer_types") or ()) and reader.boolean("use_swa", default=False):
         said = False
     return said
 
@@ -123,18 +124,16 @@ def read_convolutions(
 def read_layers(reader: ConfigReader, num_layers: int) -> tuple[tuple[str, ...], int | None]:
     """Attention type of each layer, and the window if any layer slides."""
     types = reader.value("layer_types")
-    use_swa = reader.boolean("use_swa", default=None)
     if types is None:
-        types = [SLIDING if use_swa else FULL] * num_layers
+        types = [FULL] * num_layers
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (FULL, SLIDING) for kind in types):
         raise Exl3DflashError(
             f"'layer_types' in config.json is {types!r}", expected=f"{num_layers} times {FULL!r} or {SLIDING!r}"
         )
-    slides = SLIDING in types
-    if use_swa is not None and use_swa != slides:
-        raise Exl3DflashError(f"use_swa is {use_swa} but layer_types is {types}", "settings that agree")
-    if not slides:
-        return tuple(types), None
+    if SLIDING not in types:
+        if not reader.boolean("use_swa", default=False):
+            return tuple(types), None
+        types = [SLIDING] * num_layers
     return tuple(types), reader.integer("sliding_window", "swa_window_size")
 
 

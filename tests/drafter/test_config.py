@@ -165,6 +165,8 @@ def test_rope_without_a_right_answer(rope: dict[str, Any], message: str) -> None
         ({"layer_types": None, "dflash_config": {"use_swa": True, "swa_window_size": 32}}, "SS", 32),
         ({"layer_types": ["sliding_attention"] * 2, "use_swa": True, "swa_window_size": 32}, "SS", 32),
         ({"layer_types": ["full_attention"] * 2, "use_swa": False}, "FF", None),
+        ({"layer_types": ["full_attention"] * 2, "use_swa": True, "swa_window_size": 32}, "SS", 32),
+        ({"layer_types": ["sliding_attention", "full_attention"], "use_swa": False, "sliding_window": 8}, "SF", 8),
     ],
 )
 def test_windows(keys: dict[str, Any], types: str, window: int | None) -> None:
@@ -186,7 +188,6 @@ def test_windows(keys: dict[str, Any], types: str, window: int | None) -> None:
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "swa_window_size": 9}, "swa_window_size = 9"),
         ({"layer_types": ["full_attention"]}, "2 times 'full_attention' or 'sliding_attention'"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "'layer_types' in config.json is"),
-        ({"layer_types": ["full_attention"] * 2, "use_swa": True}, "use_swa is True but layer_types"),
     ],
 )
 def test_windows_without_a_right_answer(keys: dict[str, Any], message: str) -> None:

@@ -268,6 +268,8 @@ def test_causality_of_each() -> None:
     assert causal["Nemotron"] == [False] * 6
     assert causal["Muse-Glimmer, DFlash 2"] == [False] * 5
     assert causal["MiMo"] == [False] * 5  # use_swa without layer_types
+    filled_in = DrafterConfig.from_dict({**MIMO, "layer_types": [F] * 5})
+    assert replace(filled_in, raw=read("MiMo").raw) == read("MiMo")
     assert causal["Laguna"] == [True] * 6
     assert causal["Muse-Glimmer assistant"] == [False] * 5
 
