@@ -1,7 +1,8 @@
 """The engine interface: what chat, benchmarks, evaluation and the server know about generation.
 
 A request is a list of token ids, sampling settings and stop settings; the answer is an iterator of steps. The first
-step is the prefill with one token, each later step is one target forward with one or more tokens:
+step is the prefill, with one token (none in an engine that verifies from the prompt's last token on, `runtime.stats`);
+each later step is one target forward with one or more tokens:
 
     prompt ids --generate--> Step(prefill, 1 token), Step(verify, 1..m+1 tokens), ... ; `engine.stats` counts
 

@@ -14,7 +14,8 @@ from exl3_dflash.doctor.papers import require_papers
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.hub.resolve import ResolvedModel, resolve
-from exl3_dflash.runtime.reference import ReferenceEngine, check_draft_tokens
+from exl3_dflash.runtime.reference import ReferenceEngine
+from exl3_dflash.runtime.request import check_draft_tokens
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target, sketch_target
 from exl3_dflash.target.placement import parse_dtype

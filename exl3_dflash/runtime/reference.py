@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from exl3_dflash.drafter.taps import tap_layer_indices
-from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime.engine import Phase, SamplingSettings, Step, StopSettings
-from exl3_dflash.runtime.request import Request
+from exl3_dflash.runtime.request import Request, check_draft_tokens, check_prompt, token_limit
 from exl3_dflash.runtime.sampling import Sampler, check_finite
 from exl3_dflash.runtime.stats import GenerationStats, longest_repeated_run
 from exl3_dflash.runtime.streaming import TextStream
@@ -46,13 +45,6 @@ PREFILL_ROWS = 4096
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of leading tokens that two sequences share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-def check_draft_tokens(count: int, most: int) -> None:
-    """Raise `Exl3DflashError` unless 0 <= count <= most, which is block_size - 1, or 0 without a drafter."""
-    if not 0 <= count <= most:
-        expected = f"0 to {most}, the drafter's block size less one" if most else "0: no drafter is loaded"
-        raise Exl3DflashError(f"draft tokens: {count}", expected, "pass another number of draft tokens")
 
 
 class ReferenceEngine:
@@ -120,38 +112,19 @@ class ReferenceEngine:
         Raises:
             Exl3DflashError: an empty prompt, a token id outside the vocabulary, or a prompt that fills the context.
         """
-        self._check_prompt(ids)
-        room = stops.max_new_tokens if self.context_limit is None else self.context_limit - len(ids)
+        check_prompt(ids, self._target.facts, self.context_limit)
+        limit, reason = token_limit(len(ids), stops, self.context_limit)
         request = Request(
             ids=list(ids),
             stops=stops,
-            limit=min(stops.max_new_tokens, room),
-            limit_reason="length" if stops.max_new_tokens <= room else "context",
+            limit=limit,
+            limit_reason=reason,
             draft_tokens=self._draft_tokens,
             sampler=Sampler(sampling, ids),
             text=TextStream(self.tokenizer, stops),
             stats=GenerationStats(prompt_tokens=len(ids)),
         )
         return self._run(request)
-
-    def _check_prompt(self, ids: Sequence[int]) -> None:
-        if not ids:
-            raise Exl3DflashError("the prompt has no tokens", expected="at least one", fix="write something")
-        vocabulary = self._target.facts.vocab_size
-        outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
-        if outside:
-            raise Exl3DflashError(
-                f"the prompt has the token id {outside[0]}",
-                expected=f"ids 0 to {vocabulary - 1} of {self._target.facts.name}",
-                fix="use the target's own tokenizer",
-            )
-        limit = self.context_limit
-        if limit is not None and len(ids) >= limit:
-            raise Exl3DflashError(
-                f"the context is full: the prompt has {len(ids)} tokens",
-                expected=f"fewer than the target's {limit} positions",
-                fix="shorten the prompt or start a new conversation",
-            )
 
     def _run(self, request: Request) -> Generator[Step]:
         """Yield the steps; between two of them the caches are always consistent."""

@@ -4,10 +4,13 @@ Engines disagree about these names, so every number here is defined once:
 
 - verify step: one target forward over [anchor, draft_1..draft_m] of a decoding with a drafter (m is 0 for the last
   token that a limit allows).
+- prefill token: the one that the prefill of a prompt gives. ExLlamaV3's prefill leaves the prompt's last token out, so
+  that its first verify step begins there: it has no prefill token (`prefill_tokens` is 0).
 - accept length: tokens emitted after the prefill token / verify steps. Tokens that a stop cut away are not counted.
 - accept rate: accepted draft tokens / proposed draft tokens. A draft token that a stop cut away is not accepted.
 - tokens per second: tokens emitted after the prefill token / seconds of decoding. Prefill is reported apart.
-- time to first token: seconds of work from the call to the first token (prompt prefill and its sampling).
+- time to first token: seconds of work from the call to the first token: prompt prefill and its sampling, and the first
+  step where there is no prefill token.
 
 Plain decoding has no verify steps: its accept length and accept rate are None, not 1 or 0.
 Time that the consumer of the stream spends between two steps is not counted.
@@ -52,6 +55,7 @@ def longest_repeated_run(token_ids: Sequence[int], max_period: int = MAX_PERIOD)
 class GenerationStats:
     """Counters of one request; the module docstring defines every derived number.
 
+    `first_step_seconds` are those of the first decoding step, which are also part of `decode_seconds`.
     `stop_reason` is "" while the request runs, then "token", "string", "length" (token limit), "context" (the model's
     positions are used up) or "interrupted" (the consumer closed the stream).
     """
@@ -67,11 +71,13 @@ class GenerationStats:
     decode_seconds: float = 0.0
     stop_reason: str = ""
     repeated_run: int = 0
+    prefill_tokens: int = 1
+    first_step_seconds: float = 0.0
 
     @property
     def decoded_tokens(self) -> int:
         """Tokens emitted after the prefill token."""
-        return max(0, self.new_tokens - 1)
+        return max(0, self.new_tokens - self.prefill_tokens)
 
     @property
     def accept_length(self) -> float | None:
@@ -91,7 +97,7 @@ class GenerationStats:
     @property
     def time_to_first_token(self) -> float:
         """Seconds of work until the first token."""
-        return self.prefill_seconds
+        return self.prefill_seconds + (0.0 if self.prefill_tokens else self.first_step_seconds)
 
     @property
     def looping(self) -> bool:

@@ -1,0 +1,274 @@
+"""The engine on CUDA: ExLlamaV3's generator and its kernels behind `Engine`, with as many requests at once as fit.
+
+    submit(prompt)  -> a job in the generator's queue        step() -> one iteration of the generator for all jobs
+    generate        -> one request, as `Engine` says         generate_many -> several, as they go on
+
+The generator prefills all of a prompt but its last token and drafts from there: a request's prefill step has no token,
+and every later step is one verification [last token, draft_1..draft_m]. How many tokens a verification proposed is what
+the generator records per round (`record_draft_stats`), and how many of them it emitted follows from the drafted ids
+themselves, so that a stop token that was drafted counts as accepted, as in the reference engine.
+
+What was cached is reused page by page, until `reset` or another number of draft tokens, which begin with a new
+generator on the same cache: a drafter's context has no rows for tokens that were decoded without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from exl3_dflash.runtime.engine import SamplingSettings, Step, StopSettings
+from exl3_dflash.runtime.exllama_errors import guarded_run, require_facts, run_failure
+from exl3_dflash.runtime.exllama_model import ExllamaDrafter, ExllamaModel
+from exl3_dflash.runtime.exllama_request import JOB_FACTS, ExllamaRequest, GenerationRequest
+from exl3_dflash.runtime.exllama_sampling import make_sampler
+from exl3_dflash.runtime.request import check_draft_tokens, check_prompt, token_limit
+from exl3_dflash.runtime.stats import GenerationStats
+from exl3_dflash.runtime.streaming import TextStream
+from exl3_dflash.target.base import Target, TargetTokenizer
+
+__all__ = ["ExllamaEngine", "ExllamaRequest", "GenerationRequest"]
+
+_GENERATOR_FACTS = ("draft_ids_pinned",)
+
+
+class ExllamaEngine:
+    """`Engine` over ExLlamaV3's generator; several requests may run at once, in one thread.
+
+    Args:
+        target: facts and tokenizer of the target.
+        model: the target as ExLlamaV3 loaded it.
+        drafter: its drafter; None is plain decoding.
+        draft_tokens: tokens drafted per step, at most block_size - 1, which is the default; 0 is plain decoding.
+        dynamic_draft: verify fewer tokens where the drafter's own confidence says that the rest would be rejected.
+
+    Raises:
+        Exl3DflashError: draft_tokens out of range.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        model: ExllamaModel,
+        drafter: ExllamaDrafter | None = None,
+        draft_tokens: int | None = None,
+        dynamic_draft: bool = False,
+    ) -> None:
+        self._target = target
+        self._model = model
+        self._drafter = drafter
+        self._dynamic = dynamic_draft
+        self._their_tokenizer: Any = None
+        self._generator: Any = None
+        self._running: list[ExllamaRequest] = []
+        self._stats = GenerationStats(prefill_tokens=0)
+        self._many: tuple[GenerationStats, ...] = ()
+        self.draft_tokens = self.max_draft_tokens if draft_tokens is None else draft_tokens
+
+    @property
+    def tokenizer(self) -> TargetTokenizer:
+        """The target's tokenizer."""
+        return self._target.tokenizer
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counters of the running or the last request."""
+        return self._stats
+
+    @property
+    def many_stats(self) -> tuple[GenerationStats, ...]:
+        """Counters of the requests of the running or the last `generate_many`, in their order."""
+        return self._many
+
+    @property
+    def context_limit(self) -> int:
+        """The target's positions, or what the cache holds beside the tokens that a verification writes ahead."""
+        held = self._model.cache_tokens - 1 - self.max_draft_tokens
+        positions = self._target.facts.max_position_embeddings
+        return held if positions is None else min(held, positions)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """block_size - 1 of the drafter, 0 without one."""
+        return self._drafter.block_size - 1 if self._drafter else 0
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens drafted per step from the next request on; 0 is plain decoding."""
+        return self._draft_tokens
+
+    @draft_tokens.setter
+    def draft_tokens(self, count: int) -> None:
+        check_draft_tokens(count, self.max_draft_tokens)
+        if count != getattr(self, "_draft_tokens", count):
+            self.reset()
+        self._draft_tokens: int = count
+
+    def reset(self) -> None:
+        """Forget every cached token; requests that are running end here."""
+        for request in list(self._running):
+            self.cancel(request)
+        if self._generator is not None and hasattr(self._generator, "close"):
+            self._generator.close()
+        self._generator = None
+
+    def generate(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> Generator[Step]:
+        """Generate after the prompt `ids`; see `Engine.generate`. The prompt is checked before the first step.
+
+        Raises:
+            Exl3DflashError: an empty prompt, a token id outside the vocabulary, or a prompt that fills the context.
+        """
+        check_prompt(ids, self._target.facts, self.context_limit)
+        return self._one(GenerationRequest(ids, sampling, stops))
+
+    def generate_many(self, requests: Sequence[GenerationRequest]) -> Generator[tuple[int, Step]]:
+        """Generate for several prompts at once: (index of the request, its next step), as the steps come.
+
+        Closing the iterator ends all of them. `many_stats` counts each.
+
+        Raises:
+            Exl3DflashError: as for `generate`, before the first step.
+        """
+        for request in requests:
+            check_prompt(request.ids, self._target.facts, self.context_limit)
+        return self._several(requests)
+
+    def submit(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> ExllamaRequest:
+        """Queue a request; `step` runs it.
+
+        Raises:
+            Exl3DflashError: as for `generate`.
+        """
+        check_prompt(ids, self._target.facts, self.context_limit)
+        limit, reason = token_limit(len(ids), stops, self.context_limit)
+        generator = self._ready_generator()
+        job = self._model.library.Job(
+            input_ids=torch.tensor([list(ids)], dtype=torch.int64),
+            max_new_tokens=limit,
+            sampler=make_sampler(self._model.library, sampling),
+            seed=sampling.seed,
+            stop_conditions=sorted(stops.token_ids) or None,
+        )
+        require_facts(job, JOB_FACTS)
+        request = ExllamaRequest(
+            ids=list(ids),
+            stops=stops,
+            limit=limit,
+            limit_reason=reason,
+            draft_tokens=self._draft_tokens,
+            text=TextStream(self.tokenizer, stops),
+            stats=GenerationStats(prompt_tokens=len(ids), prefill_tokens=0),
+            job=job,
+        )
+        guarded_run(lambda: generator.enqueue(job))
+        self._running.append(request)
+        return request
+
+    def cancel(self, request: ExllamaRequest) -> None:
+        """End a request that has not finished; its pages are free again."""
+        if request in self._running:
+            self._generator.cancel(request.job)
+            self._end(request, "interrupted")
+
+    def step(self) -> list[tuple[ExllamaRequest, Step]]:
+        """One iteration of the generator: the steps of every request that got on. Nothing to do gives an empty list.
+
+        Raises:
+            Exl3DflashError: the generator failed; every running request has ended.
+        """
+        if not self._running:
+            return []
+        generator = self._ready_generator()
+        began = time.time()
+        try:
+            results = guarded_run(generator.iterate)
+        except BaseException:
+            self._abandon()
+            raise
+        for result in results:
+            if result["stage"] == "error":
+                self._abandon()
+                raise run_failure(result["error"])
+        streamed = list(dict.fromkeys(id(result["job"]) for result in results if result["stage"] == "streaming"))
+        by_job = {id(request.job): request for request in self._running}
+        steps: list[tuple[ExllamaRequest, Step]] = []
+        for row, key in enumerate(streamed):
+            request = by_job[key]
+            steps += ((request, step) for step in self._advance(request, row, began))
+        return steps
+
+    def _one(self, wanted: GenerationRequest) -> Generator[Step]:
+        request = self.submit(wanted.ids, wanted.sampling, wanted.stops)
+        self._stats = request.stats
+        try:
+            while not request.finished:
+                yield from (step for owner, step in self.step() if owner is request)
+        finally:
+            self.cancel(request)
+
+    def _several(self, wanted: Sequence[GenerationRequest]) -> Generator[tuple[int, Step]]:
+        requests = [self.submit(request.ids, request.sampling, request.stops) for request in wanted]
+        index = {id(request): number for number, request in enumerate(requests)}
+        self._many = tuple(request.stats for request in requests)
+        try:
+            while not all(request.finished for request in requests):
+                yield from ((index[id(owner)], step) for owner, step in self.step() if id(owner) in index)
+        finally:
+            for request in requests:
+                self.cancel(request)
+
+    def _advance(self, request: ExllamaRequest, row: int, began: float) -> list[Step]:
+        """What one iteration did for a request, whose row in the drafted batch is `row`."""
+        window = request.take_window()
+        draft = self._generator.draft_ids_pinned[row, :window].tolist() if window else []
+        steps = request.advance(draft, began)
+        if request.finished:
+            if request.stats.stop_reason == "string":
+                self._generator.cancel(request.job)
+            self._end(request, request.stats.stop_reason)
+        return steps
+
+    def _end(self, request: ExllamaRequest, reason: str) -> None:
+        request.end(reason)
+        self._running.remove(request)
+
+    def _abandon(self) -> None:
+        """After a failure nothing is known of the cache: start over with the next request."""
+        for request in list(self._running):
+            self._end(request, "interrupted")
+        self._generator = None
+
+    def _ready_generator(self) -> Any:
+        """The generator, new where another user of the cache has written to it."""
+        lease = self._model.lease
+        if self._generator is None or lease.owner is not self._generator:
+            assert not self._running, "the cache was taken while requests were running"
+            self._generator = lease.owner = guarded_run(self._new_generator)
+        return self._generator
+
+    def _new_generator(self) -> Any:
+        library, settings = self._model.library, self._model.settings
+        if self._their_tokenizer is None:
+            self._their_tokenizer = library.Tokenizer.from_config(self._model.config)
+        draft: dict[str, Any] = {}
+        if self._drafter is not None and self._draft_tokens:
+            draft = {
+                "draft_model": self._drafter.loaded.model,
+                "draft_cache": self._drafter.loaded.cache,
+                "num_draft_tokens": self._draft_tokens,
+                "dynamic_draft_tokens": self._dynamic,
+                "record_draft_stats": True,
+            }
+        generator = library.Generator(
+            model=self._model.model,
+            cache=self._model.cache,
+            tokenizer=self._their_tokenizer,
+            max_batch_size=settings.max_batch_size,
+            max_chunk_size=settings.chunk_tokens,
+            **draft,
+        )
+        require_facts(generator, _GENERATOR_FACTS if draft else ())
+        return generator
