@@ -22,13 +22,14 @@ import torch
 
 from exl3_dflash.runtime.engine import SamplingSettings, Step, StopSettings
 from exl3_dflash.runtime.exllama_errors import guarded_run, require_facts, run_failure
-from exl3_dflash.runtime.exllama_model import ExllamaDrafter, ExllamaModel
+from exl3_dflash.runtime.exllama_model import ExllamaDrafter
 from exl3_dflash.runtime.exllama_request import JOB_FACTS, ExllamaRequest, GenerationRequest
 from exl3_dflash.runtime.exllama_sampling import make_sampler
 from exl3_dflash.runtime.request import check_draft_tokens, check_prompt, token_limit
 from exl3_dflash.runtime.stats import GenerationStats
 from exl3_dflash.runtime.streaming import TextStream
-from exl3_dflash.target.base import Target, TargetTokenizer
+from exl3_dflash.target.base import TargetTokenizer
+from exl3_dflash.target.exllama import ExllamaTarget
 
 __all__ = ["ExllamaEngine", "ExllamaRequest", "GenerationRequest"]
 
@@ -39,9 +40,8 @@ class ExllamaEngine:
     """`Engine` over ExLlamaV3's generator; several requests may run at once, in one thread.
 
     Args:
-        target: facts and tokenizer of the target.
-        model: the target as ExLlamaV3 loaded it.
-        drafter: its drafter; None is plain decoding.
+        target: the model whose text is generated, with the cache for it.
+        drafter: its drafter, loaded with it; None is plain decoding.
         draft_tokens: tokens drafted per step, at most block_size - 1, which is the default; 0 is plain decoding.
         dynamic_draft: verify fewer tokens where the drafter's own confidence says that the rest would be rejected.
 
@@ -51,14 +51,13 @@ class ExllamaEngine:
 
     def __init__(
         self,
-        target: Target,
-        model: ExllamaModel,
+        target: ExllamaTarget,
         drafter: ExllamaDrafter | None = None,
         draft_tokens: int | None = None,
         dynamic_draft: bool = False,
     ) -> None:
         self._target = target
-        self._model = model
+        self._model = target.loaded
         self._drafter = drafter
         self._dynamic = dynamic_draft
         self._their_tokenizer: Any = None

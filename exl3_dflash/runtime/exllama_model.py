@@ -29,7 +29,7 @@ from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime.exllama_errors import guarded_load
 
 PAGE_TOKENS = 256
-DEFAULT_CACHE_TOKENS = 32768
+DEFAULT_CACHE_TOKENS = 16384
 VALUE_SCALE = "attention_value_scale"
 
 

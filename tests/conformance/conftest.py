@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from .exllama_cpu import exllama_on_cpu, why_not
+from .generation_stub import generating
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +19,10 @@ def exllama() -> Iterator[types.ModuleType]:
         pytest.skip(f"ExLlamaV3 cannot run on this machine: {reason}")
     with exllama_on_cpu() as package:
         yield package
+
+
+@pytest.fixture(scope="module")
+def generator_library(exllama: types.ModuleType) -> Iterator[types.ModuleType]:
+    """`exllamav3` whose generator can run as well."""
+    with generating():
+        yield exllama

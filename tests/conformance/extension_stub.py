@@ -109,19 +109,19 @@ def rms_norm_res_in(x: Any, w: Any, y: Any, residual: torch.Tensor, *rest: Any) 
 
 
 def rope(q: Any, out_q: Any, k: Any, out_k: Any, inv_freq: torch.Tensor, position: int, *rest: Any) -> None:
-    """Rotary embedding of half-split heads (NEOX) after the per-head norms; consecutive positions for one sequence.
+    """Rotary embedding of half-split heads (NEOX) after the per-head norms; consecutive positions in each sequence.
 
     Features past the width of the frequencies pass (partial rotation)."""
     positions, _, _, attn_factor, q_norm, k_norm, eps = rest[:7]
-    first_position = position if positions is None else int(positions)
+    starts = torch.tensor([position]) if positions is None else positions.view(-1)  # of each sequence
     for source, target, norm in ((q, out_q, q_norm), (k, out_k, k_norm)):
         if source is None:
             continue
         x = source.float()
         if norm is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.float()
-        angle = (first_position + torch.arange(x.shape[1])).float()[:, None] * inv_freq.float()[None, :]
-        cos, sin = angle.cos()[None, :, None, :] * attn_factor, angle.sin()[None, :, None, :] * attn_factor
+        angle = (starts[:, None] + torch.arange(x.shape[1])).float()[..., None] * inv_freq.float()
+        cos, sin = angle.cos()[:, :, None, :] * attn_factor, angle.sin()[:, :, None, :] * attn_factor
         half = len(inv_freq)
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         target.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -72,6 +74,22 @@ def _attend_row(args: Any, row: int, k: torch.Tensor, v: torch.Tensor) -> torch.
         scores = torch.cat([scores, args.sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)], -1)
     weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v).half()
+
+
+def paged_attn_triton_decode(
+    q: torch.Tensor, k: Any, v: Any, k_cache: Any, v_cache: Any, table: Any, lengths: Any, *, causal: bool,
+    softmax_scale: float, window_size: tuple[int, int], softcap: float, sinks: Any, max_kv_len: int,
+) -> torch.Tensor:  # fmt: skip
+    """The kernel of sliding layers that keep a ring of pages; at most 16 new rows."""
+    check(q.shape[1] <= 16 and max_kv_len <= len(table[0]) * PAGE, "paged_attn_triton_decode supports q_len <= 16")
+    left, right = window_size
+    return attend(
+        SimpleNamespace(
+            q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, block_table=table, cache_seqlens=lengths, causal=causal,
+            bsz=len(q), q_len=q.shape[1], num_q_heads=q.shape[2], num_kv_heads=k.shape[2], sm_scale=softmax_scale,
+            window_size=left, window_right=right, softcap=softcap, sinks=sinks,
+        )
+    )  # fmt: skip
 
 
 def generator_stage_decode(
@@ -183,4 +201,7 @@ def generating() -> Iterator[None]:
         constants = {"FUSED_SAMPLER_MAX_BLOCKS": 1, "FUSED_SAMPLER_HIST_STRIDE": 1}
         stack.enter_context(mock.patch.dict(extension.__dict__, constants))
         stack.enter_context(mock.patch.object(dispatch, "attn_fns", [attend]))
+        if importlib.util.find_spec("exllamav3.modules.sliding_attn"):
+            rings = importlib.import_module("exllamav3.modules.sliding_attn")
+            stack.enter_context(mock.patch.object(rings, "paged_attn_triton_decode", paged_attn_triton_decode))
         yield
