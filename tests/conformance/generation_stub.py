@@ -176,6 +176,11 @@ def apply_rep_pens(logits: Any, out: Any, past: Any, penalty: float, sustain: in
     out[0, seen] = torch.where(out[0, seen] > 0, out[0, seen] / penalty, out[0, seen] * penalty)
 
 
+def softcap(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+    """scale * tanh(x / scale)"""
+    y.copy_(scale * torch.tanh(x.float() / scale))
+
+
 def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` without its pin_memory argument, which needs a device."""
 
@@ -192,7 +197,7 @@ def generating() -> Iterator[None]:
     extension = importlib.import_module("exllamav3.ext").exllamav3_ext
     dispatch = importlib.import_module("exllamav3.modules.attention_fn.dispatch")
     functions: tuple[Callable[..., Any], ...] = (paged_kv_cache_update, generator_stage_decode, count_match_tensor)
-    functions += (partial_strings_match, fused_sampler, gumbel_noise_log, apply_rep_pens)
+    functions += (partial_strings_match, fused_sampler, gumbel_noise_log, apply_rep_pens, softcap)
     with contextlib.ExitStack() as stack:
         for name in ("empty", "zeros", "empty_like"):
             stack.enter_context(mock.patch.object(torch, name, _unpinned(getattr(torch, name))))
