@@ -54,7 +54,9 @@ def prompt_candidates(
 ) -> list[Candidate]:
     """Open prompts in the given order; those without room for an answer in `cols` tokens are noted and left out."""
     candidates = [
-        Candidate(tuple(render(tokenizer, prompt.messages, request.thinking, True)), None, prompt.kind)
+        Candidate(
+            tuple(render(tokenizer, prompt.messages, request.thinking_of(prompt.messages), True)), None, prompt.kind
+        )
         for prompt in prompts
     ]
     fitting = [candidate for candidate in candidates if len(candidate.prompt) + MIN_ROW_TOKENS <= request.cols]
@@ -91,8 +93,9 @@ def _finished_candidate(
     tokenizer: TargetTokenizer, messages: tuple[Message, ...], request: RowRequest
 ) -> Candidate | None:
     """A conversation with its answer, cut after the end token and at `cols` tokens; None where no answer is left."""
-    ids = render(tokenizer, messages, request.thinking, False)
-    opening = render(tokenizer, messages[:-1], request.thinking, True)
+    thinking = request.thinking_of(messages)
+    ids = render(tokenizer, messages, thinking, False)
+    opening = render(tokenizer, messages[:-1], thinking, True)
     # The answer begins where the conversation departs from its own beginning: templates may open an answer
     # differently (an empty thinking block) from how they show a finished one.
     length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opening, ids, strict=False)))

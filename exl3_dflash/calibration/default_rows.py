@@ -46,7 +46,7 @@ def _prompt_source(
     tokenizer: TargetTokenizer, prompts: Sequence[Prompt], prefix: list[int], request: RowRequest
 ) -> DocumentSource:
     """Rendered prompts as documents; the tokenizer's prefix is taken off, for every row gets one."""
-    rendered = [render(tokenizer, prompt.messages, request.thinking, False) for prompt in prompts]
+    rendered = [render(tokenizer, prompt.messages, request.thinking_of(prompt.messages), False) for prompt in prompts]
     without_prefix = [ids[len(prefix) :] if prefix and ids[: len(prefix)] == prefix else ids for ids in rendered]
     fitting = [ids for ids in without_prefix if len(ids) + len(prefix) <= request.cols]
     return DocumentSource("prompts", len(fitting), lambda index: fitting[index])

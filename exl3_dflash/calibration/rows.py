@@ -56,7 +56,7 @@ def load_rows(
     seed: int = 0,
     held_out: int = 0,
     progress: Reporter | None = None,
-    thinking: bool | None = None,
+    thinking: bool | tuple[bool | None, ...] | None = None,
     answer_tokens: int = ANSWER_TOKENS,
     target_directory: Path | None = None,
 ) -> RowSet:
@@ -69,7 +69,7 @@ def load_rows(
         cols: most tokens per row; clamped, with a note, to the target's positions.
         seed: of every choice.
         progress: shows how far the target's answers are; silent where None.
-        thinking: the chat template's thinking switch; None leaves its default.
+        thinking: the chat template's thinking switch; None leaves its default. Of several, each conversation gets one.
         answer_tokens: most tokens the target writes per prompt.
         target_directory: where `exl3_dflash_prompts.jsonl` may be.
 
@@ -84,7 +84,7 @@ def load_rows(
         cols=cols,
         held_out=held_out,
         seed=seed,
-        thinking=thinking,
+        thinking=thinking if isinstance(thinking, tuple) else (thinking,),
         answer_tokens=answer_tokens,
         reporter=progress or Reporter(quiet=True),
     )

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from calibration_data.messages import Message
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.progress import Reporter
 
 # Rows shorter than this hold no block with labels and are not worth a forward.
 MIN_ROW_TOKENS = 16
 ANSWER_TOKENS = 512
+# What `--thinking` may say, and the switch of the chat template that it stands for; None is the template's default.
+THINKING: dict[str, tuple[bool | None, ...]] = {
+    "default": (None,),
+    "on": (True,),
+    "off": (False,),
+    "both": (True, False),
+}
+
+
+def check_thinking(thinking: str, supported: bool = True, target: str = "the target") -> None:
+    """Refuse a `--thinking` that there is not, or for which the target's chat template has no switch.
+
+    Args:
+        thinking: what the user gave.
+        supported: whether the template reads a switch; True before that is known.
+        target: what the message calls the target.
+
+    Raises:
+        Exl3DflashError: it cannot be done.
+    """
+    if thinking not in THINKING:
+        raise Exl3DflashError(f"--thinking {thinking!r}", f"one of {', '.join(THINKING)}", "use --thinking both")
+    if thinking in ("on", "both") and not supported:
+        raise Exl3DflashError(
+            f"--thinking {thinking}: the chat template of {target} has no thinking switch",
+            expected="a target whose template has one",
+            fix="leave --thinking out",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +90,7 @@ class RowRequest:
         rows, held_out: calibration and held-out rows.
         cols: most tokens of a row.
         seed: of every choice and of sampled answers.
-        thinking: the chat template's thinking switch; None leaves its default.
+        thinking: the chat template's thinking switch, None leaves its default; of several, each conversation gets one.
         answer_tokens: most tokens the target writes for one prompt.
         batch_tokens: bounds the cached tokens of answers that are generated at once.
         reporter: where progress is shown.
@@ -72,7 +103,7 @@ class RowRequest:
     cols: int
     held_out: int = 0
     seed: int = 0
-    thinking: bool | None = None
+    thinking: tuple[bool | None, ...] = (None,)
     answer_tokens: int = ANSWER_TOKENS
     batch_tokens: int = 16384
     reporter: Reporter = field(default_factory=lambda: Reporter(quiet=True))
@@ -86,6 +117,11 @@ class RowRequest:
         ):
             if value < least:
                 raise Exl3DflashError(f"{value} {name}", f"at least {least}", "ask for more")
+
+    def thinking_of(self, messages: Sequence[Message]) -> bool | None:
+        """The switch of one conversation: one of `thinking`, drawn by what it says, so that it never changes."""
+        said = repr([(message["role"], message["content"]) for message in messages])
+        return random.Random(f"{self.seed} thinking {said}").choice(self.thinking)
 
 
 @dataclass

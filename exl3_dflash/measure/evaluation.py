@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from exl3_dflash.calibration.rows import CHAT, RowSet, check_source, load_rows
-from exl3_dflash.calibration.rowset import TokenRow
+from exl3_dflash.calibration.rowset import THINKING, TokenRow, check_thinking
 from exl3_dflash.conversion.probing import probe_checkpoint
 from exl3_dflash.conversion.report import package_versions
 from exl3_dflash.doctor.papers import quantize_report, require_papers, stored_bits
@@ -33,7 +33,6 @@ from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target, sketch_target
 from quantize.encoder import default_threads
 
-THINKING = {"default": (None,), "on": (True,), "off": (False,), "both": (True, False)}
 THINKING_NAMES = {None: "template's default", True: "on", False: "off"}
 DEFINITION = (
     "accept_length: leading draft tokens equal to the target's greedy token after the true prefix, plus 1, mean over "
@@ -72,9 +71,7 @@ class EvalSettings:
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.thinking not in THINKING:
-            choices = ", ".join(THINKING)
-            raise Exl3DflashError(f"--thinking {self.thinking!r}", f"one of {choices}", "use --thinking both")
+        check_thinking(self.thinking)
         if not self.drafters:
             raise Exl3DflashError("no drafter", "at least one --drafter", "give --drafter")
 
@@ -153,12 +150,7 @@ def evaluate(settings: EvalSettings, reporter: Reporter | None = None) -> EvalRe
     for item in opened:
         for note in require_papers(item.checkpoint, sketch):
             reporter.note(f"note: {item.name}: {note}")
-    if settings.thinking in ("on", "both") and not sketch.supports_thinking:
-        raise Exl3DflashError(
-            f"--thinking {settings.thinking}: the chat template of {sketch.name} has no thinking switch",
-            expected="a target whose template has one",
-            fix="leave --thinking out",
-        )
+    check_thinking(settings.thinking, sketch.supports_thinking, sketch.name)
     reporter.note(f"loading the target {target_source.name}")
     target = load_target(
         target_source.path,

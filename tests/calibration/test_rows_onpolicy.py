@@ -191,6 +191,18 @@ def test_the_thinking_switch_reaches_the_template(thinking: bool | None) -> None
         assert set(target.tokenizer.thinking) == {thinking}
 
 
+def test_of_both_switches_each_prompt_gets_one_whatever_the_numbers() -> None:
+    targets = [ByteTarget(), ByteTarget()]
+    few, many = (
+        load_rows("chat", target, rows=count, cols=300, held_out=4, thinking=(True, False))
+        for target, count in zip(targets, (4, 24), strict=True)
+    )
+    switches = targets[1].tokenizer.thinking
+    assert 0.3 < switches.count(True) / len(switches) < 0.7
+    for ours, theirs in zip((*few.held_out, *few.rows), (*many.held_out, *many.rows), strict=False):
+        assert torch.equal(ours.ids, theirs.ids)
+
+
 def test_a_template_without_system_turns_gets_their_text_in_the_first_user_turn() -> None:
     messages = (Message(role="system", content="Be brief."), Message(role="user", content="Why?"))
     ids = render(ByteTarget(allows_system=False).tokenizer, messages, None, True)
