@@ -9,10 +9,11 @@ left and decoded together:
 
 Whether an architecture ignores padding (recurrent layers, position schemes of its own) is not looked up but tried:
 `padding_is_neutral` compares a padded with an unpadded forward once. Where it is not, only prompts of equal length
-share a batch. Other targets answer through the reference engine without a drafter. All ways draw with the runtime's
-sampler, so that the same seed gives the same answer (numerical near-ties aside).
+share a batch. Other targets answer through the reference engine without a drafter. These ways draw with the runtime's
+sampler, so that the same seed gives the same answer (numerical near-ties aside). A target on ExLlamaV3 answers through
+its generator, which batches continuously and draws its own random numbers.
 
-Left out: continuous batching. Prompts are sorted by length, so that little is padding.
+Left out: continuous batching elsewhere. Prompts are sorted by length, so that little is padding.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from transformers import DynamicCache
 
 from exl3_dflash.progress import Reporter
 from exl3_dflash.runtime.engine import SamplingSettings, StopSettings
+from exl3_dflash.runtime.exllama import ExllamaEngine, GenerationRequest
 from exl3_dflash.runtime.reference import ReferenceEngine
 from exl3_dflash.runtime.sampling import Sampler
 from exl3_dflash.target.anatomy import cache_argument, find_decoder, text_config
 from exl3_dflash.target.base import Target
+from exl3_dflash.target.exllama import ExllamaTarget
 from exl3_dflash.target.transformers_target import TransformersTarget
 
 MAX_BATCH = 16
@@ -73,6 +76,8 @@ def generate_answers(
             for batch in _batches(requests, batch_tokens, decoder.padding_is_neutral()):
                 for index, answer in zip(batch, decoder.answer([requests[i] for i in batch], advance), strict=True):
                     answers[index] = answer
+        elif isinstance(target, ExllamaTarget):
+            _answer_with_exllama(target, requests, answers, advance)
         else:
             for index, request in enumerate(requests):
                 answers[index] = _answer_alone(target, request)
@@ -85,6 +90,22 @@ def _answer_alone(target: Target, request: AnswerRequest) -> list[int]:
     stops = StopSettings(request.max_new_tokens, frozenset(target.facts.eos_token_ids))
     steps = ReferenceEngine(target).generate(request.prompt, request.sampling, stops)
     return [token for step in steps for token in step.token_ids]
+
+
+def _answer_with_exllama(
+    target: ExllamaTarget,
+    requests: Sequence[AnswerRequest],
+    answers: list[list[int]],
+    advance: Callable[[float], None],
+) -> None:
+    """Plain decoding of all requests by ExLlamaV3's generator, as many at once as its cache holds."""
+    eos = frozenset(target.facts.eos_token_ids)
+    wanted = [GenerationRequest(r.prompt, r.sampling, StopSettings(r.max_new_tokens, eos)) for r in requests]
+    engine = ExllamaEngine(target)
+    for index, step in engine.generate_many(wanted):
+        answers[index] += step.token_ids
+        ended = bool(engine.many_stats[index].stop_reason)
+        advance(len(step.token_ids) + (requests[index].max_new_tokens - len(answers[index]) if ended else 0))
 
 
 def _batches(requests: Sequence[AnswerRequest], batch_tokens: int, padded: bool) -> Iterator[list[int]]:

@@ -21,7 +21,8 @@ import torch
 from torch.nn import functional
 
 from exl3_dflash.errors import Exl3DflashError
-from exl3_dflash.runtime.exllama_model import ExllamaModel
+from exl3_dflash.runtime.exllama_library import require_exllamav3
+from exl3_dflash.runtime.exllama_model import ExllamaModel, ExllamaSettings, load_models
 from exl3_dflash.target import exl3_weights
 from exl3_dflash.target.base import TapRows, TargetFacts
 from exl3_dflash.target.exllama_session import ExllamaSession
@@ -30,6 +31,7 @@ from quantize.checkpoint import TensorDirectory, linear_names
 
 FP16_MAX = 65504.0
 HASHED_BYTES = 4 << 30
+MEASURING_CACHE_TOKENS = 8192  # on-policy rows are written in it, as many at once as fit
 
 
 class ExllamaTarget:
@@ -121,6 +123,25 @@ class ExllamaTarget:
                 expected=f"layers 0 to {self.facts.num_layers - 1}",
                 fix="pair the drafter with the target that it was trained for",
             )
+
+
+def load_exllama_target(
+    path: Path, device: torch.device, dtype: torch.dtype | None = None, name: str | None = None
+) -> ExllamaTarget:
+    """Load a target for calibration or measurement.
+
+    Args:
+        path: an EXL3 or unquantized model directory.
+        device: a CUDA device; "cuda" without a number uses all GPUs where there are several.
+        dtype: of embeddings and taps; None is BF16.
+        name: for reports and messages.
+
+    Raises:
+        Exl3DflashError: CUDA or ExLlamaV3 is not usable; the model cannot be read or does not fit.
+    """
+    library = require_exllamav3(device)
+    loaded, _ = load_models(library, path, None, device, ExllamaSettings(cache_tokens=MEASURING_CACHE_TOKENS))
+    return ExllamaTarget(loaded, path, name, dtype or torch.bfloat16)
 
 
 class _HeadProduct(torch.autograd.Function):

@@ -1,7 +1,9 @@
-"""A model directory to a ready target: weights loaded strictly, EXL3 decoded on the way.
+"""A model directory to a ready target: by ExLlamaV3 for EXL3 weights on CUDA, else by transformers.
 
-transformers fills missing weights with noise and only warns, so what it reports is checked here: a tensor that is
-missing, left over or of another shape is an error that names it. Device and dtype are chosen in `placement.py`.
+ExLlamaV3 keeps EXL3 weights as small as they are. transformers gets them decoded, which every device and architecture
+can do, as long as there is memory for the unquantized model. It fills missing weights with noise and only warns, so
+what it reports is checked here: a tensor that is missing, left over or of another shape is an error that names it.
+Device and dtype are chosen in `placement.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target import exl3_weights
+from exl3_dflash.target.base import Target
 from exl3_dflash.target.messages import first_line
 from exl3_dflash.target.placement import choose_device, choose_dtype, parse_dtype
 from exl3_dflash.target.tokenizer import TransformersTokenizer, eos_ids_of
@@ -84,13 +87,14 @@ def _number(value: Any) -> Any:
 
 def load_target(
     path: str | Path, *, device: str = "auto", dtype: torch.dtype | str | None = None, name: str | None = None
-) -> TransformersTarget:
+) -> Target:
     """Load the target in the directory `path` (safetensors; plain or EXL3).
 
     Args:
         path: a Hugging Face model directory (see `hub.resolve` for names).
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: a torch dtype or its name ("float32", "bfloat16", "float16"); None lets `placement.choose_dtype` choose.
+            Of a target on ExLlamaV3 it is the type of embeddings and taps; BF16 where None.
         name: for reports and messages; the directory's name where None.
 
     Raises:
@@ -99,24 +103,34 @@ def load_target(
     path = Path(path)
     config = read_config(path)
     chosen = choose_device(device)
+    method = _quantization_method(path, config)
+    if method == "exl3" and chosen.type == "cuda":
+        from exl3_dflash.target.exllama import load_exllama_target
+
+        return load_exllama_target(path, chosen, parse_dtype(dtype), name)
+    return _load_transformers_target(path, config, method, chosen, parse_dtype(dtype), name)
+
+
+def _load_transformers_target(
+    path: Path, config: Any, method: str | None, device: torch.device, dtype: torch.dtype | None, name: str | None
+) -> TransformersTarget:
     with TensorDirectory.open(path) as directory:
-        method = _quantization_method(path, config)
         sha256 = directory.sha256() if directory.nbytes() <= HASHED_BYTES else None
         if method == "exl3":
             config = exl3_weights.untied_config(directory, config)
         skeleton = _empty_model(config)
         stored_dtype = config.get_text_config(decoder=True).dtype
-        chosen_dtype = parse_dtype(dtype) or choose_dtype(stored_dtype, skeleton.num_parameters(), chosen)
+        chosen_dtype = dtype or choose_dtype(stored_dtype, skeleton.num_parameters(), device)
         state = None
         if method == "exl3":
             shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
-            state = exl3_weights.decode_state_dict(directory, shapes, chosen_dtype, chosen)
+            state = exl3_weights.decode_state_dict(directory, shapes, chosen_dtype, device)
         quantized = exl3_weights.describe(directory) if method == "exl3" else "none"
     model = _load_weights(path, skeleton, chosen_dtype, state)
     eos = eos_ids_of(model.generation_config, config, config.get_text_config(decoder=True))
     tokenizer = TransformersTokenizer.load(path, eos)
     return TransformersTarget(
-        model.to(chosen), tokenizer, name=name or path.resolve().name, quantized=quantized, sha256=sha256
+        model.to(device), tokenizer, name=name or path.resolve().name, quantized=quantized, sha256=sha256
     )
 
 

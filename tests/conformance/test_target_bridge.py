@@ -12,13 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from exl3_dflash.calibration.capture import Calibration, calibrate
 from exl3_dflash.calibration.fisher import FisherSettings
+from exl3_dflash.calibration.onpolicy import AnswerRequest, generate_answers
 from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.errors import Exl3DflashError
+from exl3_dflash.progress import Reporter
 from exl3_dflash.runtime.engine import SamplingSettings, StopSettings
 from exl3_dflash.runtime.exllama_model import ExllamaSettings
 from exl3_dflash.runtime.reference import ReferenceEngine
+from exl3_dflash.target import exllama as exllama_target
+from exl3_dflash.target import load
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.exllama import FP16_MAX, ExllamaTarget
 from exl3_dflash.target.load import load_target
@@ -27,6 +31,7 @@ from tests.demo_pair import demo_directories
 from tests.target.exl3_directories import write_exl3_pair
 
 from .exllama_pair import load_theirs, tokens_of
+from .test_directories import CPU
 
 pytestmark = pytest.mark.conformance
 
@@ -42,7 +47,9 @@ def theirs(generator_library: types.ModuleType) -> ExllamaTarget:
 
 @pytest.fixture(scope="module")
 def ours() -> TransformersTarget:
-    return load_target(demo_directories()[0], device="cpu", dtype=torch.float32)
+    target = load_target(demo_directories()[0], device="cpu", dtype=torch.float32)
+    assert isinstance(target, TransformersTarget)
+    return target
 
 
 def random_ids(count: int, seed: int = 0) -> torch.Tensor:
@@ -193,6 +200,31 @@ def test_the_reference_engine_runs_on_it(theirs: ExllamaTarget, ours: Transforme
     steps = [list(ReferenceEngine(t, drafter).generate(prompt, SamplingSettings(), stops)) for t in (theirs, ours)]
     assert [(s.token_ids, s.accepted) for s in steps[0]] == [(s.token_ids, s.accepted) for s in steps[1]]
     assert len(tokens_of(steps[0])) == 16
+
+
+def test_it_answers_many_prompts_at_once_for_calibration(theirs: ExllamaTarget, ours: TransformersTarget) -> None:
+    requests = [AnswerRequest(tuple(ours.tokenizer.encode(text)), 12) for text in ("hello", "What is", "One two")]
+
+    def answers(target: Target) -> list[list[int]]:
+        return generate_answers(target, requests, batch_tokens=500, reporter=Reporter(quiet=True), label="")
+
+    assert answers(theirs) == answers(ours)
+
+
+def test_exl3_targets_on_cuda_are_loaded_by_exllama(
+    generator_library: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with a GPU, whose place the CPU takes."""
+    write_exl3_pair(demo_directories()[0], tmp_path / "plain", tmp_path / "exl3", lambda name: "proj" in name)
+    monkeypatch.setattr(load, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(exllama_target, "require_exllamav3", lambda _: generator_library)
+    real = exllama_target.load_models
+    monkeypatch.setattr(exllama_target, "load_models", lambda lib, path, d, _, s: real(lib, path, d, CPU, s))
+    target = load_target(tmp_path / "exl3", name="demo")
+    assert isinstance(target, ExllamaTarget)
+    assert target.facts.quantized == "exl3 4.00bpw"
+    assert target.tap_rows(random_ids(5), (1,)).taps.dtype == target.dtype == torch.bfloat16
+    assert load_target(tmp_path / "exl3", dtype="float32").dtype == torch.float32
 
 
 @pytest.mark.parametrize("codebook", ["mul1", "3inst"])
