@@ -1,7 +1,8 @@
 """Rows of weights in, quantized rows and packed trellis out: the tile encoder as LDLQ and the scale search use it.
 
-The encoder works on tiles in ring order on the CPU; this adapter cuts rows of a matrix into tiles, and puts the result
-back in matrix order on the matrix's own device. The layout is the one of `quantize.trellis`.
+The encoders work on tiles in ring order: `quantize.encoder` on the CPU, `quantize.cuda_encoder` on a GPU. This adapter
+takes the one that the matrix's device has, cuts rows of the matrix into tiles, and puts the result back in matrix order
+on the same device. The layout is the one of `quantize.trellis`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantize.cuda_batch import encode_in_batch
 from quantize.encoder import encode_tiles
 from quantize.trellis import pack_states, tiles_to_weight, weight_to_tiles
 
 
 @dataclass(frozen=True)
 class TileCoder:
-    """How tiles are coded: bits per weight, codebook, threads (which never change the result), and the search."""
+    """How tiles are coded: bits per weight, codebook; on a CPU also threads (no matter for the result) and search."""
 
     bits: float
     codebook: str
@@ -26,8 +28,7 @@ class TileCoder:
 
     def values(self, tiles: Tensor) -> Tensor:
         """The quantized values of tiles (n, 256) in ring order, same shape, order and device."""
-        values, _ = self._encode(tiles.cpu().contiguous())
-        return values.to(tiles.device)
+        return self._encode(tiles)[0]
 
     def rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize whole rows of tiles.
@@ -39,13 +40,15 @@ class TileCoder:
             The quantized values (rows, out) and the packed trellis, int16 (rows/16, out/16, 16 * bits).
         """
         tiles = weight_to_tiles(rows)  # (rows/16, out/16, 256)
-        values, states = self._encode(tiles.view(-1, 256).cpu())
-        packed = pack_states(states, self.bits).to(rows.device)
-        quantized = tiles_to_weight(values.to(rows.device).view_as(tiles))
-        return quantized, packed.view(*tiles.shape[:2], -1)
+        values, states = self._encode(tiles.view(-1, 256))
+        return tiles_to_weight(values.view_as(tiles)), pack_states(states, self.bits).view(*tiles.shape[:2], -1)
 
     def _encode(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        return encode_tiles(tiles, self.bits, self.codebook, self.threads, encoder=self.encoder)
+        if tiles.device.type == "cuda":
+            return encode_in_batch(tiles, self.bits, self.codebook)
+        on_cpu = tiles.cpu().contiguous()
+        values, states = encode_tiles(on_cpu, self.bits, self.codebook, self.threads, encoder=self.encoder)
+        return values.to(tiles.device), states.to(tiles.device)
 
 
 def empty_trellis(rows: int, columns: int, bits: float, device: torch.device) -> Tensor:
