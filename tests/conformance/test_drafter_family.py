@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from exl3_dflash.conversion import job
-from exl3_dflash.conversion.plan import TensorPlan, copy_reason
+from exl3_dflash.conversion.executor import LinearTask
+from exl3_dflash.conversion.plan import copy_reason
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
@@ -52,16 +53,13 @@ def overrides(name: str) -> dict[str, Any]:
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Runs the whole conversion of a member, with layers of random content in place of searched ones."""
 
-    def fake(settings: JobSettings, checkpoint: DrafterCheckpoint, tensor: TensorPlan, *_: Any, **__: Any) -> Any:
-        linear = tensor.linear
-        bias = {f"{linear.name}.bias": checkpoint.load(f"{linear.name}.bias")} if linear.bias else {}
-        shape = linear.in_features, linear.out_features
-        layer: QuantizedLinear = random_layers(bias, {linear.name: shape})[linear.name]
-        weight = checkpoint.load(f"{linear.name}.weight").float().T
-        error = float((decode_linear(layer) - weight).square().sum() / weight.square().sum())
+    def fake(task: LinearTask) -> QuantizedLinear:
+        bias = {} if task.bias is None else {f"{task.name}.bias": task.bias}
+        layer: QuantizedLinear = random_layers(bias, {task.name: tuple(task.weight.shape)})[task.name]
+        error = float((decode_linear(layer) - task.weight).square().sum() / task.weight.square().sum())
         return replace(layer, weight_error=error, fallback="a test", bits=8)
 
-    monkeypatch.setattr(job, "quantize_tensor", fake)
+    monkeypatch.setattr(LinearTask, "run", fake)
 
     def convert(name: str) -> Path:
         source = make_family_drafter(tmp_path / "source", name, **overrides(name))
