@@ -76,7 +76,7 @@ DFLASH2_VARIANTS = {
     "conv_group_size": {"conv_group_size": 8},
     "selector_rank": {"selector_rank": 12},
     "selector_top_k": {"selector_top_k": 40},
-    "input_embedding_scale": {"input_embedding_scale": 4.0},
+    "input_embedding_scale": {"input_embedding_scale": 0.5},
     "output_multiplier": {"output_multiplier": 4.0},
     "final_logit_softcapping": {"final_logit_softcapping": 0.5},
 }
