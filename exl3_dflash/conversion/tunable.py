@@ -86,8 +86,8 @@ class TunableDrafter:
         dtype: float32, or float64 for exact comparisons.
 
     Attributes:
-        model: the drafter; call `apply` before a forward that is to be differentiated.
-        factors: the trained vectors by name, requiring gradients.
+        model: the drafter; call `apply` before what is to be differentiated, and `collect` after it.
+        factors: the trained vectors by name.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TunableDrafter:
             if isinstance(module, RMSNorm):
                 self._norm_dtypes[f"{name}.weight"] = checkpoint.load(f"{name}.weight").dtype
                 self._register(f"{name}.weight", module, "weight")
-        self.factors: State = {name: torch.zeros_like(start).requires_grad_() for name, start in self._start.items()}
+        self.factors: State = {name: torch.zeros_like(start) for name, start in self._start.items()}
 
     def _replace(self, name: str, linear: QuantizedLinear) -> ScaledLinear:
         path, _, attribute = name.rpartition(".")
@@ -124,9 +124,18 @@ class TunableDrafter:
         self._start[name] = getattr(owner, attribute).detach().clone()
 
     def apply(self) -> None:
-        """Give the model the scales and norms that the factors stand for, connected to them."""
+        """Give the model the scales and norms that the factors stand for, as leaves that gather gradients."""
         for name, (owner, attribute) in self._owners.items():
-            setattr(owner, attribute, self._start[name] * (1.0 + self.factors[name]))
+            setattr(owner, attribute, self._value(name).requires_grad_())
+
+    def collect(self) -> None:
+        """Make what the leaves have gathered since `apply` the gradients of the factors."""
+        for name, (owner, attribute) in self._owners.items():
+            gathered = getattr(owner, attribute).grad
+            self.factors[name].grad = None if gathered is None else self._start[name] * gathered
+
+    def _value(self, name: str) -> torch.Tensor:
+        return self._start[name] * (1.0 + self.factors[name])
 
     def state(self) -> State:
         """A copy of the factors."""
@@ -146,7 +155,7 @@ class TunableDrafter:
         norms: State = {}
         for name, (owner, attribute) in self._owners.items():
             dtype = self._norm_dtypes.get(name, torch.float16)
-            value = self._start[name] * (1.0 + self.factors[name])
+            value = self._value(name)
             limit = torch.finfo(dtype).max
             stored = value.clamp(-limit, limit).to(dtype)
             setattr(owner, attribute, stored.to(value.dtype))

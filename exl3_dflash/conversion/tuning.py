@@ -56,7 +56,7 @@ class TuningSettings:
     """
 
     epochs: int = 8
-    learning_rate: float = 2e-2
+    learning_rate: float = 3e-2
     rows_per_step: int = 4
     anchors_per_row: int = 64
     teacher_share: float = 0.5
@@ -223,10 +223,10 @@ class _Run:
         total = sum(map(len, drawn))
         if not total:
             return
-        self._optimizer.zero_grad()
+        self._tunable.apply()
         for row, anchors in zip(rows, drawn, strict=True):
-            self._tunable.apply()
             self._loss.backward(row, anchors, 1.0 / total, LossSums())
+        self._tunable.collect()
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self._optimizer.step()

@@ -98,7 +98,7 @@ class TuningLoss:
         return sums
 
     def backward(self, row: TeacherRow, anchors: torch.Tensor, scale: float, sums: LossSums) -> None:
-        """Add `scale` times the gradient of the loss over `anchors (N,)` to the factors, and the loss to `sums`."""
+        """Add `scale` times the gradient of the loss over `anchors (N,)` to the model's leaves, the loss to `sums`."""
         for group in self._groups(anchors):
             with torch.enable_grad():
                 hidden = self._hidden(self._model, row, group)
