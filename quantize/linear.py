@@ -65,7 +65,7 @@ class QuantSettings:
     output_reg: float = 0.2
     seed: int = 0
     threads: int = 0
-    encoder: str = "exact"
+    encoder: str = "fast"
 
     def __post_init__(self) -> None:
         check_bits(self.bits, self.codebook)

@@ -48,7 +48,7 @@ class JobSettings:
     bits: float = 6.0
     head_bits: float = 8.0
     codebook: str = "mul1"
-    encoder: str = "exact"
+    encoder: str = "fast"
     out_scales: str = "auto"
     calibration: str = "target"
     method: str = "two-sided"

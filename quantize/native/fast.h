@@ -1,7 +1,7 @@
 // The fast trellis search: the same problem as viterbi.h, solved in 16-bit integers.
 //
 // What is computed. Distances (values[state] - w)^2 and path costs are multiples of one unit: with d the difference
-// times `scale`, saturated to 16 bits, the distance is d * d / 2^15, rounded, and costs add up with saturation. Every
+// times `scale`, kept within 16 bits, the distance is d * d / 2^15, rounded, and costs add up with saturation. Every
 // few steps the lowest cost of an earlier row is subtracted. Both passes of viterbi.h are made, and the way
 // back chooses among all candidates in float32, so that integers decide only which costs a node had.
 //

@@ -15,6 +15,12 @@ struct Avx2Words {
 
     static Reg load(const void* from) { return _mm256_load_si256(static_cast<const __m256i*>(from)); }
     static void store(uint16_t* to, Reg r) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), r); }
+    static Reg held(Reg r) {
+#if defined(__GNUC__)
+        __asm__("" : "+x"(r));
+#endif
+        return r;
+    }
     static Reg broadcast(int16_t value) { return _mm256_set1_epi16(value); }
     static Reg subtract(Reg a, Reg b) { return _mm256_subs_epi16(a, b); }
     static Reg square(Reg r) { return _mm256_mulhrs_epi16(r, r); }

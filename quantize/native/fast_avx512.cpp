@@ -15,6 +15,12 @@ struct Avx512Words {
 
     static Reg load(const void* from) { return _mm512_load_si512(from); }
     static void store(uint16_t* to, Reg r) { _mm512_store_si512(to, r); }
+    static Reg held(Reg r) {
+#if defined(__GNUC__)
+        __asm__("" : "+v"(r));
+#endif
+        return r;
+    }
     static Reg broadcast(int16_t value) { return _mm512_set1_epi16(value); }
     static Reg subtract(Reg a, Reg b) { return _mm512_subs_epi16(a, b); }
     static Reg square(Reg r) { return _mm512_mulhrs_epi16(r, r); }

@@ -4,31 +4,38 @@
 // lane l belongs to incoming node l % nodes and is its outgoing node l / nodes. `in_order` puts finished costs in order.
 //
 // A vector type V offers: width, blocks (registers of outgoing nodes worked on at once), Reg, load, store, broadcast,
-// subtract (signed, saturating), square (rounded d * d / 2^15), add (unsigned, saturating), minus, min (unsigned),
-// lowest, repeat<NODES> (lane l gets the cost at l % NODES) and in_order<IN>.
+// held (of a value that several tiles use: compilers would rather load it again), subtract (signed, saturating),
+// square (rounded d * d / 2^15), add (unsigned, saturating), minus, min (unsigned), lowest, repeat<NODES> (lane l gets
+// the cost at l % NODES) and in_order<IN>.
 #pragma once
 
 #include "fast_layout.h"
 
-
 namespace {
 
-constexpr int kLevelEvery = 4;  // steps; costs grow little on the way, and it takes time
+// Steps between rows whose lowest cost is subtracted: costs grow little on the way, and it takes time.
+inline int level_every(Rate rate) { return narrow(rate) ? 16 : 4; }
+constexpr int kIntegerConeBits = 6;  // rows are half as large as in float32, so more of them are kept
 
 // Incoming nodes in one register.
 template <class V, int IN>
 constexpr int kNodes = (V::width >> IN) > 1 ? V::width >> IN : 1;
 
+// Saturating subtractions have half the throughput of plain ones.
+template <int IN, int OUT>
+constexpr bool kNarrow = narrow(Rate{IN, OUT});
+
 // One candidate of each node in a group.
-template <class V, int IN, int T, bool FIRST>
+template <class V, int IN, int OUT, int T, bool FIRST>
 inline void consider16(const int16_t* values, const uint16_t* const* cost_in, int node, const typename V::Reg* weight,
                        typename V::Reg (*best)[V::blocks]) {
     using Reg = typename V::Reg;
     EXL3_FULLY for (int b = 0; b < V::blocks; ++b) {
-        const Reg value = V::load(values + b * V::width);
+        const Reg value = V::held(V::load(values + b * V::width));
         EXL3_FULLY for (int t = 0; t < T; ++t) {
             const Reg incoming = V::template repeat<kNodes<V, IN>>(cost_in[t] + node + ((b * V::width) >> IN));
-            const Reg total = V::add(V::square(V::subtract(value, weight[t])), incoming);
+            const Reg difference = kNarrow<IN, OUT> ? V::minus(value, weight[t]) : V::subtract(value, weight[t]);
+            const Reg total = V::add(V::square(difference), incoming);
             best[t][b] = FIRST ? total : V::min(best[t][b], total);
         }
     }
@@ -51,11 +58,11 @@ void advance16(const int16_t* table, const uint16_t* const* cost_in, uint16_t* c
     for (int first = 0; first < nodes_out; first += group) {
         Reg best[T][V::blocks];
         int node = first >> IN;
-        consider16<V, IN, T, true>(table, cost_in, node, weight, best);
+        consider16<V, IN, OUT, T, true>(table, cost_in, node, weight, best);
         for (int k = 1; k < 1 << OUT; ++k) {
             table += group;
             node += candidate_stride;
-            consider16<V, IN, T, false>(table, cost_in, node, weight, best);
+            consider16<V, IN, OUT, T, false>(table, cost_in, node, weight, best);
         }
         table += group;
         EXL3_FULLY for (int t = 0; t < T; ++t) {
@@ -140,6 +147,7 @@ void forward16(const Plan& plan, const FullTables& tables, const int16_t* weight
         cost_in[t] = initial;
     }
     const int even = plan.rate.even, odd = plan.rate.odd;
+    const int every = level_every(plan.rate);
     const Advance16<T> step_at[2] = {advance16_for<V, T, false>(even, odd), advance16_for<V, T, false>(odd, even)};
     const Advance16<T> level_at[2] = {advance16_for<V, T, true>(even, odd), advance16_for<V, T, true>(odd, even)};
     for (int step = 0; step < kTileWeights; ++step) {
@@ -149,7 +157,7 @@ void forward16(const Plan& plan, const FullTables& tables, const int16_t* weight
             here[t] = weights[t * kTileWeights + position];
             cost_out[t] = rows[t].row(step);
         }
-        const bool level = step % kLevelEvery == kLevelEvery - 1;
+        const bool level = step % every == every - 1;
         (level ? level_at : step_at)[position & 1](tables.units_for(plan.rate, position), cost_in, cost_out, here, lowest);
         for (int t = 0; t < T; ++t) {
             cost_in[t] = cost_out[t];
@@ -159,9 +167,10 @@ void forward16(const Plan& plan, const FullTables& tables, const int16_t* weight
 }
 
 inline int lowest_node(const uint16_t* cost, int nodes) {
+    uint16_t least = cost[0];
+    for (int node = 1; node < nodes; ++node) least = cost[node] < least ? cost[node] : least;
     int best = 0;
-    for (int node = 1; node < nodes; ++node)
-        if (cost[node] < cost[best]) best = node;
+    while (cost[best] != least) ++best;
     return best;
 }
 
@@ -198,7 +207,7 @@ unsigned encode_full(const Plan& plan, const FullTables& tables, const float* we
 template <class V>
 unsigned encode_full_tiles(Rate rate, const void* table, const float* weights, int count, void* workspace,
                            int32_t* states) {
-    const Plan plan(rate);
+    const Plan plan(rate, kIntegerConeBits);
     const FullTables tables(rate, table);
     uint16_t* costs = static_cast<uint16_t*>(workspace);
     if (count == 2) return encode_full<V, 2>(plan, tables, weights, costs, states);

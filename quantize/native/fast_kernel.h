@@ -35,7 +35,7 @@ void fast_fill_table(Rate rate, const float* values, void* table) {
 
 template <class V>
 size_t fast_workspace_bytes(Rate rate) {
-    if (!listed(rate)) return Plan(rate).costs_per_tile() * kFastTilesPerCall * sizeof(uint16_t);
+    if (!listed(rate)) return Plan(rate, kIntegerConeBits).costs_per_tile() * kFastTilesPerCall * sizeof(uint16_t);
     switch (rate.even) {
         case 4: return ListSearch<V, 4>::bytes;
         case 5: return ListSearch<V, 5>::bytes;

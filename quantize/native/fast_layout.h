@@ -23,6 +23,9 @@ namespace {
 constexpr int kCostLimit = 32000;
 constexpr int kFastTilesPerCall = 2;
 
+// Up to 2 bits distances are so large that a coarse unit will do, in which no difference exceeds 16 bits.
+constexpr bool narrow(Rate rate) { return rate.even + rate.odd <= 4; }
+
 // Precision against range, by bits of the even positions: distances grow with fewer bits.
 struct Precision {
     float scale;         // of differences
@@ -30,15 +33,16 @@ struct Precision {
 };
 
 inline Precision precision(Rate rate) {
-    constexpr Precision by_bits[] = {{},             {9400, 3.4f},  {9400, 3.4f},   {9400, 3.4f},  {20000, 3.1f},
+    constexpr Precision by_bits[] = {{},            {},            {9400, 3.4f},   {9400, 3.4f},  {20000, 3.3f},
                                      {40000, 3.1f}, {60000, 3.1f}, {180000, 3.0f}, {250000, 3.0f}};
-    return by_bits[rate.even];
+    return narrow(rate) ? Precision{4390, 4.0f} : by_bits[rate.even];  // (4.0 + 3.4532) * 4390 < 2^15
 }
 
 inline float cost_unit(float scale) { return 32768.0f / (scale * scale); }
 
 inline int to_units(float value, float scale) { return static_cast<int>(std::lrint(value * scale)); }
 
+inline int clamp_to(int value, int limit) { return value < -limit ? -limit : value > limit ? limit : value; }
 inline int clamp16(int value) { return value < -32768 ? -32768 : value > 32767 ? 32767 : value; }
 
 inline bool accepts(Rate rate, const float* weights) {

@@ -25,7 +25,7 @@ constexpr int kBlock = 32;
 
 // As fine as candidates lie, where they lie densest, so that the nearest to the centre are the nearest to any weight.
 template <int K>
-constexpr int kIntervals = K == 4 ? 48 : K == 5 ? 96 : K == 6 ? 192 : K == 7 ? 256 : 384;
+constexpr int kIntervals = K == 4 ? 64 : K == 5 ? 96 : K == 6 ? 192 : K == 7 ? 256 : 384;
 
 template <int K>
 constexpr int kListed = K == 4 ? 4 : K == 6 ? 5 : 6;
@@ -130,6 +130,7 @@ template <class V, int K>
 void fill_lists(const float* values, Precision used, BlockList<K>* lists) {
     using B = Blocks<K>;
     const Intervals<K> intervals(used);
+    const int farthest = 32767 - intervals.half_width;  // less what a step subtracts, it fits 16 bits
     for (int block = 0; block < kBlocks<K>; ++block)
         for (int lane = 0; lane < kBlock; ++lane) {
             const int group = block / kTurned<K>, turn = block % kTurned<K>, octet = lane / 8;
@@ -142,7 +143,7 @@ void fill_lists(const float* values, Precision used, BlockList<K>* lists) {
                 first = sorted.nearest(centre, kListed<K>, first);
                 BlockList<K>& to = lists[interval * kBlocks<K> + block];
                 for (int m = 0; m < kListed<K>; ++m) {
-                    to.difference[m][word] = static_cast<int16_t>(clamp16(sorted.units[first + m] - centre));
+                    to.difference[m][word] = static_cast<int16_t>(clamp_to(sorted.units[first + m] - centre, farthest));
                     to.k[m][lane] = static_cast<uint8_t>(sorted.k[first + m] + (K == 4 ? lane & 16 : 0));
                 }
             }
@@ -174,7 +175,7 @@ uint16_t advance_lists(const BlockList<K>* list, const uint16_t* row, uint16_t* 
                 Reg incoming[V::regs];
                 costs.of(list->k[m], incoming);
                 EXL3_FULLY for (int r = 0; r < V::regs; ++r) {
-                    const Reg difference = V::subtract(V::load(list->difference[m] + r * V::width), here);
+                    const Reg difference = V::minus(V::load(list->difference[m] + r * V::width), here);
                     const Reg total = V::add(V::square(difference), incoming[r]);
                     best[turn][r] = m == 0 ? total : V::min(best[turn][r], total);
                 }

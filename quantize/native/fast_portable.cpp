@@ -24,6 +24,7 @@ struct PortableWords {
         return r;
     }
     static void store(uint16_t* to, const Reg& r) { std::memcpy(to, r.lane, sizeof r.lane); }
+    static Reg held(const Reg& r) { return r; }
     static Reg broadcast(int16_t value) {
         return each([=](int) { return value; });
     }

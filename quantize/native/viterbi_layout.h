@@ -29,8 +29,8 @@ struct Plan {
     int stride;      // steps between kept rows, a power of two
     int row_costs;  // in the widest row, padded
 
-    explicit Plan(Rate r) : rate(r), stride(1) {
-        while (stride * r.bits_per_pair() <= kConeBits) stride *= 2;
+    explicit Plan(Rate r, int cone_bits = kConeBits) : rate(r), stride(1) {
+        while (stride * r.bits_per_pair() <= cone_bits) stride *= 2;
         const int narrow = r.even < r.odd ? r.even : r.odd;
         row_costs = (kStates >> narrow) + kRowPadding;
     }

@@ -91,9 +91,9 @@ def test_same_seed_gives_the_same_bytes(capsys, pair, tmp_path: Path) -> None:
     assert first == second
 
 
-def test_the_fast_encoder_is_recorded_and_about_as_good(capsys, pair, tmp_path: Path) -> None:
+def test_the_fast_encoder_is_the_default_recorded_and_about_as_good(capsys, pair, tmp_path: Path) -> None:
     exact = quantize(capsys, pair, tmp_path / "exact", "--bits", 6, "--encoder", "exact")
-    fast = quantize(capsys, pair, tmp_path / "fast", "--bits", 6, "--encoder", "fast")
+    fast = quantize(capsys, pair, tmp_path / "fast", "--bits", 6)
     assert (exact["encoder"], fast["encoder"]) == ("exact", "fast")
     ours, reference = (sum(tensor["proxy_error"] for tensor in report["tensors"]) for report in (fast, exact))
     assert ours == pytest.approx(reference, rel=0.05)
