@@ -38,22 +38,30 @@ class _Request:
     error: BaseException | None = None
 
 
+class WorkStoppedError(Exception):
+    """The work was called off."""
+
+
 class TileBatch:
     """A meeting point of threads that encode tiles on one device.
 
     Args:
         members: how many threads take part; each must `leave` once, whatever happens to it.
         encode: codes the tiles of all, see `encode_tiles_on_gpu`.
+        stop: once it is set, who comes to encode is sent away with `WorkStoppedError`.
     """
 
-    def __init__(self, members: int, encode: Encode = encode_tiles_on_gpu) -> None:
+    def __init__(self, members: int, encode: Encode = encode_tiles_on_gpu, stop: threading.Event | None = None) -> None:
         self._members = members
         self._encode = encode
+        self._stop = stop or threading.Event()
         self._waiting: list[_Request] = []
         self._changed = threading.Condition()
 
     def encode(self, tiles: Tensor, bits: float, codebook: str) -> tuple[Tensor, Tensor]:
         """As `encode_tiles_on_gpu`, together with the tiles of all other members; returns when these are there."""
+        if self._stop.is_set():
+            raise WorkStoppedError
         request = _Request(tiles, (bits, codebook))
         with self._changed:
             self._waiting.append(request)
@@ -90,19 +98,22 @@ class TileBatch:
             request.result = (result[0], result[1])
 
 
-def run_together(works: Sequence[Callable[[], Result]], encode: Encode = encode_tiles_on_gpu) -> list[Result]:
+def run_together(
+    works: Sequence[Callable[[], Result]],
+    encode: Encode = encode_tiles_on_gpu,
+    stop: threading.Event | None = None,
+) -> list[Result]:
     """Run functions that quantize layers on one device side by side, each in a thread of its own.
 
     Args:
         works: each calls `quantize_linear` with a weight on the device; their results are as if each ran alone.
         encode: codes the tiles of all, see `encode_tiles_on_gpu`.
+        stop: set it, from another thread, to call the work off at its next step (`WorkStoppedError`).
 
     Raises:
         Whatever the first of them that fails raises; the others are finished before.
     """
-    if len(works) == 1:
-        return [works[0]()]
-    batch = TileBatch(len(works), encode)
+    batch = TileBatch(len(works), encode, stop)
 
     def run(work: Callable[[], Result]) -> Result:
         with member_of(batch):

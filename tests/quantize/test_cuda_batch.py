@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from quantize.cuda_batch import TileBatch, encode_in_batch, member_of
+from quantize.cuda_batch import TileBatch, WorkStoppedError, encode_in_batch, member_of, run_together
 
 TIMEOUT = 20.0
 
@@ -81,6 +82,20 @@ def test_a_member_that_fails_is_not_waited_for() -> None:
         assert good.result(TIMEOUT)
         with pytest.raises(KeyError):
             bad.result(TIMEOUT)
+
+
+def test_work_that_is_called_off_ends_at_its_next_step() -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        encode_in_batch(torch.ones(1, 256), 4, "mul1")
+        stop.set()
+        encode_in_batch(torch.ones(1, 256), 4, "mul1")
+
+    encode = Doubler()
+    with pytest.raises(WorkStoppedError):
+        run_together([work], encode, stop)
+    assert len(encode.calls) == 1
 
 
 def run_one(batch: TileBatch) -> bool:
