@@ -8,7 +8,14 @@ One name for what four modules hold:
 - `quantize.checkpoint_writer`: a directory that appears complete or not at all.
 """
 
-from quantize.checkpoint_writer import CheckpointWriter, check_destination, require_space
+from quantize.checkpoint_writer import (
+    CheckpointWriter,
+    check_destination,
+    make_parents,
+    remove_empty,
+    require_space,
+    writing,
+)
 from quantize.exl3_tensors import StoredLinear, layer_tensors, linear_names, read_linear
 from quantize.quantization_config import FORMAT_VERSION, QuantizationConfig, mean_bits, tensor_storage
 from quantize.tensor_directory import TensorDirectory
@@ -22,8 +29,11 @@ __all__ = [
     "check_destination",
     "layer_tensors",
     "linear_names",
+    "make_parents",
     "mean_bits",
     "read_linear",
+    "remove_empty",
     "require_space",
     "tensor_storage",
+    "writing",
 ]

@@ -71,8 +71,8 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         check_destination(self.out_dir, self._force)
         parent = self.out_dir.parent
-        with _writing(parent):
-            self._made_parents = _make_parents(parent)
+        with writing(parent):
+            self._made_parents = make_parents(parent)
             prefix = _temporary_prefix(self.out_dir)
             self._temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=_TEMPORARY_SUFFIX, dir=parent))
         try:
@@ -107,7 +107,7 @@ class CheckpointWriter:
         assert Path(name).name == name, f"{name} is not a plain file name"
         assert name not in _RESERVED, f"{name} is made by the writer"
         file = self._inside(name)
-        with _writing(file):
+        with writing(file):
             file.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def set_config(self, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class CheckpointWriter:
         temporary = self._inside("")
         if check is not None:
             check(temporary)
-        with _writing(self.out_dir):
+        with writing(self.out_dir):
             temporary.chmod(0o777 & ~_umask())
             _put_in_place(temporary, self.out_dir)
         self._temporary, self._made_parents = None, []
@@ -153,7 +153,7 @@ class CheckpointWriter:
             return
         file = self._inside(_draft_name(len(self._shards)))
         require_space(file.parent, sum(tensor.nbytes for tensor in self._pending.values()))
-        with _writing(file):
+        with writing(file):
             write_file(file, self._pending)
         self._shards.append(tuple(self._pending))
         self._pending = {}
@@ -163,7 +163,7 @@ class CheckpointWriter:
         count = len(self._shards)
         names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
         names = names if count > 1 else [SINGLE_NAME]
-        with _writing(self.out_dir):
+        with writing(self.out_dir):
             for number, name in enumerate(names):
                 self._inside(_draft_name(number)).rename(self._inside(name))
         if count > 1:
@@ -172,7 +172,7 @@ class CheckpointWriter:
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         file = self._inside(name)
-        with _writing(file):
+        with writing(file):
             file.write_text(json.dumps(content, indent=4), encoding="utf-8")
 
     def _inside(self, name: str) -> Path:
@@ -185,9 +185,7 @@ class CheckpointWriter:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
-        for parent in reversed(self._made_parents):
-            if not any(parent.iterdir()):
-                parent.rmdir()
+        remove_empty(self._made_parents)
         self._made_parents = []
 
 
@@ -228,12 +226,12 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into one that names `path`."""
+def writing(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into one `Exl3DflashError` that names `path`."""
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         fix = "free some space" if full else "check the path and its permissions"
         raise Exl3DflashError(f"{path} cannot be written: {error.strerror or error}", fix=fix) from error
 
@@ -254,11 +252,18 @@ def _put_in_place(temporary: Path, out_dir: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _make_parents(folder: Path) -> list[Path]:
+def make_parents(folder: Path) -> list[Path]:
     """Make `folder` and its missing parents; the ones made, outermost first."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those of `folders`, outermost first, that hold nothing."""
+    for folder in reversed(folders):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _draft_name(number: int) -> str:

@@ -174,17 +174,17 @@ def _first_cut(entries: Iterable[tuple[str, TensorEntry]], data_bytes: int) -> s
     return min((entry.begin, name) for name, entry in entries if entry.end > data_bytes)[1]
 
 
-def write_file(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write CPU tensors to a new safetensors file and flush it to the disk; each tensor goes straight from its memory.
 
     Wide types come first, so that every tensor is aligned to its element size. The metadata says `format: pt`, which
-    transformers asks for.
+    transformers asks for, and `metadata` beside it.
 
     Raises:
         OSError: from the file system, for example when the disk is full. A partial file may be left.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0
     for name, tensor in ordered:
         offsets = [position, position + tensor.nbytes]

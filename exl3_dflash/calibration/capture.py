@@ -1,8 +1,9 @@
 """What each linear layer of a drafter really receives, as one Hessian per distinct input.
 
 For every calibration row the target yields its taps, anchors are sampled, and one many-anchors forward of the drafter
-feeds the accumulators; nothing but the Hessians (FP32, features x features) outlives a row. With `fisher` the same
-forward is followed by backward passes that give the output side (`calibration.fisher`).
+feeds the accumulators; nothing but the Hessians (FP32, features x features) outlives a row, so a pass can stop and go
+on between any two rows (`calibration.state`). With `fisher` the same forward is followed by backward passes that give
+the output side (`calibration.fisher`).
 
 k_proj and v_proj read two streams: the context (each token once) and the block (B rows for each verify step). At run
 time a step advances by the accept length tau, so per token they occur as 1 : B / tau; their Hessian is that mixture of
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from exl3_dflash.calibration.anchors import sample_anchors
 from exl3_dflash.calibration.fisher import FisherCapture, FisherSettings, OutputHessians
 from exl3_dflash.calibration.rowset import TokenRow
+from exl3_dflash.calibration.state import PassState, StateStore, pack_sums, unpack_sums
 from exl3_dflash.drafter.checkpoint import LinearSpec
 from exl3_dflash.drafter.layout import output_linears
 from exl3_dflash.drafter.model import DrafterModel
@@ -55,6 +58,15 @@ class HessianCapture:
         if key not in self._streams:
             self._streams[key] = HessianAccumulator(self._features[group], self._device)
         self._streams[key].add(inputs)
+
+    def state(self) -> PassState:
+        """Everything summed so far."""
+        return pack_sums("inputs", {f"{group}.{stream}": sums for (group, stream), sums in self._streams.items()})
+
+    def restore(self, state: PassState) -> None:
+        """Go on from what `state` gave."""
+        streams = unpack_sums("inputs", state, self._device)
+        self._streams = {(name.rpartition(".")[0], name.rpartition(".")[2]): sums for name, sums in streams.items()}
 
     def finish(self, block_weight: float) -> dict[str, Hessian]:
         """One Hessian per group.
@@ -123,6 +135,7 @@ def calibrate(
     fisher: FisherSettings | None = None,
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
+    store: StateStore | None = None,
 ) -> Calibration:
     """Run the drafter as it runs in generation and collect its linear inputs.
 
@@ -136,32 +149,93 @@ def calibrate(
         fisher: also collect output-side Hessians; None for one-sided calibration.
         seed: of the anchor choice, and of the labels drawn for the output side.
         progress: called after each row.
+        store: where the pass is kept while it runs and from where it goes on, with the same result; it must belong to
+            this drafter, target and seed, to these rows and to this `fisher`.
     """
-    tap_ids = tap_layer_indices(drafter.config)
-    generator = torch.Generator().manual_seed(seed)
-    linears = tuple(linears)
-    capture = HessianCapture(linears, target.device)
-    inner = [linear for linear in linears if linear.name not in output_linears(drafter.config, has_head=True)]
-    outputs = None if fisher is None else FisherCapture(inner, target.device, fisher, seed)
-    used = tokens = anchors_seen = dropped = 0
-    for row in rows:
-        ids = torch.as_tensor(row.ids, dtype=torch.int64)
-        count = anchors_per_row or max(1, len(ids) // drafter.config.block_size)
-        anchors = sample_anchors(len(ids), row.prompt_length, 1, count, generator)
-        features = target.tap_rows(ids, tap_ids, want_logits=outputs is not None)
-        if not torch.isfinite(features.taps).all():
-            dropped += 1
-        elif len(anchors):
-            hidden = _run_row(drafter, target, features, ids[anchors], anchors, capture, outputs)
-            for name in output_linears(drafter.config, drafter.lm_head is not None):
-                capture(name, BLOCK, hidden[:, 1:])  # what they would read, without the head's (large) output
-            used, tokens, anchors_seen = used + 1, tokens + len(ids), anchors_seen + len(anchors)
+    calibration = _Pass(drafter, tuple(linears), target, anchors_per_row, fisher, seed)
+    stored = store.load() if store is not None else None
+    if stored is not None:
+        calibration.restore(stored)
+    finished = calibration.seen["rows_done"]
+    for number, row in enumerate(rows):
+        if number >= finished:
+            calibration.add_row(row)
+            if store is not None:
+                store.keep(calibration.state, last=False)
         progress()
-    hessians = capture.finish(drafter.config.block_size / max(accept_length, 1.0))
-    inputs_dropped = sum(hessian.dropped_rows for hessian in hessians.values())
-    output_sides = outputs.finish() if outputs is not None else OutputHessians({})
-    counts = (used, tokens, anchors_seen, dropped, inputs_dropped)
-    return Calibration(hessians, *counts, output_sides, output_sides.dropped_rows)
+    if store is not None and calibration.seen["rows_done"] > finished:
+        store.keep(calibration.state, last=True)
+    return calibration.finish(accept_length)
+
+
+class _Pass:
+    """The accumulators of one pass over the rows; `seen` counts what `Calibration` reports, and rows of any kind."""
+
+    def __init__(
+        self,
+        drafter: DrafterModel,
+        linears: tuple[LinearSpec, ...],
+        target: Target,
+        anchors_per_row: int | None,
+        fisher: FisherSettings | None,
+        seed: int,
+    ) -> None:
+        self._drafter = drafter
+        self._target = target
+        self._anchors_per_row = anchors_per_row
+        self._anchor_generator = torch.Generator().manual_seed(seed)
+        self._inputs = HessianCapture(linears, target.device)
+        inner = [linear for linear in linears if linear.name not in output_linears(drafter.config, has_head=True)]
+        self._outputs = None if fisher is None else FisherCapture(inner, target.device, fisher, seed)
+        self.seen = dict.fromkeys(("rows_done", "rows", "tokens", "anchors", "dropped_rows"), 0)
+
+    def add_row(self, row: TokenRow) -> None:
+        """Run one row past the accumulators."""
+        config = self._drafter.config
+        ids = torch.as_tensor(row.ids, dtype=torch.int64)
+        count = self._anchors_per_row or max(1, len(ids) // config.block_size)
+        anchors = sample_anchors(len(ids), row.prompt_length, 1, count, self._anchor_generator)
+        features = self._target.tap_rows(ids, tap_layer_indices(config), want_logits=self._outputs is not None)
+        self.seen["rows_done"] += 1
+        if not torch.isfinite(features.taps).all():
+            self.seen["dropped_rows"] += 1
+        elif len(anchors):
+            hidden = _run_row(self._drafter, self._target, features, ids[anchors], anchors, self._inputs, self._outputs)
+            for name in output_linears(config, self._drafter.lm_head is not None):
+                self._inputs(name, BLOCK, hidden[:, 1:])  # what they would read, without the head's (large) output
+            for count_of, more in (("rows", 1), ("tokens", len(ids)), ("anchors", len(anchors))):
+                self.seen[count_of] += more
+
+    def state(self) -> PassState:
+        """The pass after the rows added so far."""
+        parts = [self._inputs.state()] + ([self._outputs.state()] if self._outputs is not None else [])
+        tensors = {"random.anchors": self._anchor_generator.get_state()}
+        facts: dict[str, Any] = {"seen": dict(self.seen)}
+        for part in parts:
+            tensors |= part.tensors
+            facts |= part.facts
+        return PassState(tensors, facts)
+
+    def restore(self, state: PassState) -> None:
+        """Go on from what `state` gave."""
+        self._inputs.restore(state)
+        if self._outputs is not None:
+            self._outputs.restore(state)
+        self._anchor_generator.set_state(state.tensors["random.anchors"])
+        self.seen = dict(state.facts["seen"])
+
+    def finish(self, accept_length: float) -> Calibration:
+        """What the pass saw; it cannot go on afterwards."""
+        hessians = self._inputs.finish(self._drafter.config.block_size / max(accept_length, 1.0))
+        outputs = self._outputs.finish() if self._outputs is not None else OutputHessians({})
+        counts = {name: count for name, count in self.seen.items() if name != "rows_done"}
+        return Calibration(
+            hessians,
+            **counts,
+            dropped_inputs=sum(hessian.dropped_rows for hessian in hessians.values()),
+            output_hessians=outputs,
+            dropped_gradients=outputs.dropped_rows,
+        )
 
 
 def _run_row(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exl3_dflash.calibration.state import PassState, pack_sums, unpack_sums
 from exl3_dflash.drafter.checkpoint import LinearSpec
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.modules import BLOCK, InputCallback, OutputCallback
@@ -58,11 +59,6 @@ class OutputHessians(Mapping[str, Hessian]):
         return len(self._accumulators)
 
     @property
-    def accumulators(self) -> Mapping[str, HessianAccumulator]:
-        """The packed sums, by linear name."""
-        return self._accumulators
-
-    @property
     def dropped_rows(self) -> int:
         """Gradient rows left out because they were not finite, summed over linears."""
         return sum(accumulator.dropped_rows for accumulator in self._accumulators.values())
@@ -81,6 +77,7 @@ class FisherCapture:
     def __init__(
         self, linears: Iterable[LinearSpec], device: torch.device | str, settings: FisherSettings, seed: int
     ) -> None:
+        self._device = device
         self._sums = {linear.name: HessianAccumulator(linear.out_features, device) for linear in linears}
         self._settings = settings
         self._generator = torch.Generator().manual_seed(seed)
@@ -88,6 +85,16 @@ class FisherCapture:
     def finish(self) -> OutputHessians:
         """What was accumulated."""
         return OutputHessians(self._sums)
+
+    def state(self) -> PassState:
+        """Everything summed so far, and where the labels' generator is."""
+        sums = pack_sums("outputs", self._sums)
+        return PassState(sums.tensors | {"random.labels": self._generator.get_state()}, sums.facts)
+
+    def restore(self, state: PassState) -> None:
+        """Go on from what `state` gave."""
+        self._sums = unpack_sums("outputs", state, self._device)
+        self._generator.set_state(state.tensors["random.labels"])
 
     def watch(self, name: str) -> OutputCallback | None:
         """The callback that adds the gradient at the outputs (..., out) of linear `name`, once it is computed."""

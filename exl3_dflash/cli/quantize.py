@@ -73,6 +73,13 @@ def quantize(
         bool | None,
         typer.Option("--resume/--restart", help="Continue an interrupted job, or throw away what it left."),
     ] = None,
+    executor: Annotated[
+        str, typer.Option("--executor", help="Where tensors are encoded: local, or ray (a Ray cluster).")
+    ] = "local",
+    workers: Annotated[
+        int,
+        typer.Option("--workers", min=0, help="Tensors encoded at a time; 0: one (local), what fits (ray)."),
+    ] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing --out.")] = False,
     block_size: BlockSizeOption = None,
     device: KernelDeviceOption = "auto",
@@ -109,6 +116,8 @@ def quantize(
         work_dir=work_dir,
         resume=resume is True,
         restart=resume is False,
+        executor=executor,
+        workers=workers,
         device=device,
         dtype=dtype.value,
         threads=threads,

@@ -7,6 +7,7 @@ The JSON keys are a contract (see the README); the same object is printed by `--
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -84,6 +85,12 @@ class QuantizeReport:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QuantizeReport:
+        """The inverse of `to_json`."""
+        tensors = [TensorReport(**tensor) for tensor in data["tensors"]]
+        return cls(**{**data, "tensors": tensors, "calibration": CalibrationReport(**data["calibration"])})
 
     def to_json_text(self) -> str:
         """The object as indented JSON."""

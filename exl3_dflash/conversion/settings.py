@@ -39,6 +39,7 @@ class JobSettings:
         force: replace an existing `out_dir`.
         work_dir: where finished steps are kept while the job runs; beside `out_dir` if None.
         resume, restart: continue an interrupted job, or throw away what it left.
+        executor, workers: where tensors are encoded, and how many at a time (see `conversion.executor`).
         device, dtype, threads: where and in which type target and drafter run.
     """
 
@@ -62,6 +63,8 @@ class JobSettings:
     work_dir: Path | None = None
     resume: bool = False
     restart: bool = False
+    executor: str = "local"
+    workers: int = 0
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
@@ -99,7 +102,8 @@ class JobSettings:
 
 
 # Settings that do not change the result, or are known better (models by their digests): free when a job is resumed.
-FREE_SETTINGS = ("source", "target", "out_dir", "force", "work_dir", "resume", "restart", "threads")
+FREE_SETTINGS = ("source", "target", "out_dir", "force", "work_dir", "resume", "restart",
+                 "executor", "workers", "threads")  # fmt: skip
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

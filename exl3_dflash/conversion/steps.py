@@ -7,14 +7,10 @@ from typing import Any
 
 import torch
 
-from exl3_dflash.calibration.capture import Calibration
-from exl3_dflash.calibration.fisher import OutputHessians
 from exl3_dflash.calibration.rowset import RowSet, TokenRow
 from exl3_dflash.conversion.work_directory import StepResult
-from quantize.hessian import Hessian, HessianAccumulator
 from quantize.linear import QuantizedLinear
 
-OUTPUT_SIDE = "outputs."
 LINEAR_TENSORS = ("trellis", "suh", "svh", "bias")
 
 
@@ -40,37 +36,6 @@ def unpack_rows(result: StepResult) -> RowSet:
     both = tuple(map(TokenRow, parts, facts["prompt_lengths"], facts["kinds"]))
     count = facts["calibration_rows"]
     return RowSet(both[:count], facts["source"], both[count:], tuple(facts["notes"]))
-
-
-def pack_calibration(calibration: Calibration) -> StepResult:
-    """Hessians by group, output-side ones (packed) by linear, and what calibration saw."""
-    inputs, outputs = calibration.hessians, calibration.output_hessians.accumulators
-    tensors = {group: hessian.matrix for group, hessian in inputs.items()}
-    for name, accumulator in outputs.items():
-        tensors |= {f"{OUTPUT_SIDE}{name}.{index}": strip for index, strip in enumerate(accumulator.strips)}
-    facts = {
-        "hessians": {group: _counts(hessian) for group, hessian in inputs.items()},
-        "output_hessians": {name: _counts(outputs[name]) | {"strips": len(outputs[name].strips)} for name in outputs},
-        "seen": {name: value for name, value in _scalars(calibration).items() if not name.endswith("hessians")},
-    }
-    return StepResult(tensors, facts)
-
-
-def unpack_calibration(result: StepResult, device: torch.device) -> Calibration:
-    """The inverse of `pack_calibration`."""
-    hessians = {
-        group: Hessian(matrix=result.tensors[group].to(device), **counts)
-        for group, counts in result.facts["hessians"].items()
-    }
-    outputs = {}
-    for name, counts in result.facts["output_hessians"].items():
-        strips = [result.tensors[f"{OUTPUT_SIDE}{name}.{index}"].to(device) for index in range(counts.pop("strips"))]
-        outputs[name] = HessianAccumulator.restored(strips, **counts)
-    return Calibration(hessians=hessians, output_hessians=OutputHessians(outputs), **result.facts["seen"])
-
-
-def _counts(sums: Hessian | HessianAccumulator) -> dict[str, Any]:
-    return {"count": sums.count, "rows": sums.rows, "dropped_rows": sums.dropped_rows}
 
 
 def pack_linear(linear: QuantizedLinear) -> StepResult:

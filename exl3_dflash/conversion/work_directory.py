@@ -6,16 +6,15 @@
 
 A result appears under its name complete or not at all (written beside it, flushed to the disk, renamed), and is
 checked against its checksum when it is read: what is damaged is made again. A job only continues from results of the
-same manifest. When a job has finished, its directory is removed.
+same manifest. When a job has finished, its directory is removed, the manifest first: without one there is no job.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +23,10 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from exl3_dflash.errors import Exl3DflashError
+from quantize.checkpoint import make_parents, remove_empty, writing
+from quantize.safetensors_file import write_file
 
 MANIFEST, LOCK, SUFFIX, PARTIAL = "manifest.json", "lock", ".safetensors", ".partial"
 
@@ -40,26 +40,34 @@ class StepResult:
 
 
 class WorkDirectory:
-    """Results of one job; a context manager that holds the job's lock.
+    """Results of one job; a context manager that holds the job's lock. `begin` before any result is read or kept.
 
     Args:
         path: the directory; made where it does not exist.
-        manifest: plain data that says what the job is. Results are only reused under an equal manifest.
         resume: continue an earlier job; it must be there.
         restart: throw away what an earlier job left.
+        note: is told about results that are damaged and will be made again.
 
     Raises:
-        Exl3DflashError: on entering, if another job holds the directory, it holds something else than a job, an earlier
-            job is there and neither `resume` nor `restart` is given, or it differs from `manifest`.
+        Exl3DflashError: on entering, if another job holds the directory, it holds something else than a job, or an
+            earlier job is there and neither `resume` nor `restart` is given. Nothing is changed then.
     """
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], *, resume: bool = False, restart: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume: bool = False,
+        restart: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         assert not (resume and restart)
         self.path = path
-        self._manifest: dict[str, Any] = json.loads(json.dumps(manifest))
         self._resume = resume
         self._restart = restart
+        self._note = note
         self._lock = FileLock(path / LOCK)
+        self._made_parents: list[Path] = []
 
     def __enter__(self) -> WorkDirectory:
         if self._resume and not (self.path / MANIFEST).is_file():
@@ -69,26 +77,32 @@ class WorkDirectory:
                 fix="check --work-dir and --out, or leave out --resume",
             )
         self._refuse_foreign_files()
-        self.path.mkdir(parents=True, exist_ok=True)
+        with writing(self.path):
+            self._made_parents = make_parents(self.path)
+            self._acquire()
+        if self._read_manifest() is not None and self.has_results and not (self._resume or self._restart):
+            self._lock.release()
+            raise Exl3DflashError(
+                f"{self.path} holds an unfinished job",
+                expected="a decision what to do with it",
+                fix="--resume continues it, --restart starts over",
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.path.is_dir() and not self.has_results:
+            self.remove()  # no step was finished: there is nothing to resume
+        self._lock.release()
+
+    def _acquire(self) -> None:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise Exl3DflashError(
                 f"another job is running in {self.path}", expected="one job per work directory", fix="let it finish"
             ) from None
-        try:
-            self._enter_locked()
-        except BaseException:
-            self._lock.release()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.path.is_dir() and not any(self.path.glob("*" + SUFFIX)):
-            self.remove()  # no step was finished: there is nothing to resume
-        self._lock.release()
 
     def _refuse_foreign_files(self) -> None:
         """A directory that is not a job's is never written to, let alone emptied."""
@@ -104,84 +118,93 @@ class WorkDirectory:
                 fix="give another --work-dir",
             )
 
-    def _enter_locked(self) -> None:
-        earlier = self._read_manifest()
-        if self._restart:
-            self._clear()
-            earlier = None
-        if earlier is not None and not self._resume:
-            raise Exl3DflashError(
-                f"{self.path} holds an unfinished job",
-                expected="a decision what to do with it",
-                fix="--resume continues it, --restart starts over",
-            )
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Refuse, with `resume`, to continue a job whose manifest differs from `facts`, plain data: all of a manifest
+        or those parts that are known early.
+
+        Raises:
+            Exl3DflashError: naming every difference.
+        """
+        earlier = self._read_manifest() if self._resume else None
         if earlier is None:
-            self._clear()
-            self._write_manifest()
             return
-        differences = list(_differences(earlier, self._manifest))
+        now = json.loads(json.dumps(facts))
+        differences = list(_differences({key: earlier.get(key) for key in now}, now))
         if differences:
             raise Exl3DflashError(
                 f"the job in {self.path} was another one: {'; '.join(differences)}",
-                expected="the same source, settings and versions",
+                expected="the same source, target, settings and versions",
                 fix="give those again, or --restart to start over",
             )
+
+    def begin(self, manifest: Mapping[str, Any]) -> None:
+        """Start the job that `manifest` (plain data) describes, or continue it.
+
+        Raises:
+            Exl3DflashError: as `check`, or the manifest cannot be written.
+        """
+        self.check(manifest)
+        if self._resume and self._read_manifest() is not None:
+            self._clear(lambda path: path.name.endswith(PARTIAL))
+            return
+        with writing(self.path):
+            self._clear()
+            partial = self.path / (MANIFEST + PARTIAL)
+            partial.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+            partial.replace(self.path / MANIFEST)
 
     def _read_manifest(self) -> dict[str, Any] | None:
         try:
             manifest: dict[str, Any] = json.loads((self.path / MANIFEST).read_text("utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
         return manifest
 
-    def _write_manifest(self) -> None:
-        partial = self.path / (MANIFEST + PARTIAL)
-        partial.write_text(json.dumps(self._manifest, indent=2), encoding="utf-8")
-        partial.replace(self.path / MANIFEST)
-
-    def _clear(self) -> None:
-        for path in self.path.iterdir():
-            if path.name != LOCK:
+    def _clear(self, chosen: Callable[[Path], bool] = lambda path: True) -> None:
+        """Delete the chosen files, the manifest before all others and never the lock."""
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name != MANIFEST):
+            if path.name != LOCK and chosen(path):
                 path.unlink()
 
+    @property
+    def has_results(self) -> bool:
+        """Whether any step was finished."""
+        return any(self.path.glob("*" + SUFFIX))
+
     def load(self, step: str) -> StepResult | None:
-        """The result of a finished step; None where there is none or it is damaged."""
+        """The result of a finished step, in memory of its own; None where there is none or it is damaged."""
         file = self._file(step)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                header = opened.metadata() or {}
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no mapping
-        except (FileNotFoundError, SafetensorError):
+        if not file.exists():
             return None
-        facts = header.get("facts", "")
-        if header.get("checksum") != _checksum(tensors, facts):
-            return None
-        return StepResult(tensors, json.loads(facts))
+        result = _read(file)
+        if result is None:
+            self._note(f"note: {file} is damaged; this step is done again")
+        return result
 
     def save(self, step: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Keep the result of a finished step."""
+        """Keep the result of a finished step, in place of an earlier one.
+
+        Raises:
+            Exl3DflashError: the disk is full or cannot be written; what was kept before stays.
+        """
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         text = json.dumps(facts)
         file = self._file(step)
         partial = file.with_name(file.name + PARTIAL)
-        try:
-            save_file(stored, partial, metadata={"facts": text, "checksum": _checksum(stored, text)})
-            with partial.open("rb+") as handle:
-                os.fsync(handle.fileno())
-            partial.replace(file)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise Exl3DflashError(
-                f"the result of step {step} cannot be written to {self.path}: {error}",
-                expected="space on the disk and the right to write",
-                fix="make room, then continue with --resume",
-            ) from error
+        with writing(self.path):
+            try:
+                write_file(partial, stored, {"facts": text, "checksum": _checksum(stored, text)})
+                partial.replace(file)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
 
     def remove(self) -> None:
         """Delete everything; the job is done."""
         self._clear()
         self._lock.release()
         shutil.rmtree(self.path, ignore_errors=True)
+        remove_empty(self._made_parents)
 
     def _file(self, step: str) -> Path:
         assert "/" not in step, step
@@ -190,6 +213,24 @@ class WorkDirectory:
 
 def _is_ours(path: Path) -> bool:
     return path.name.removesuffix(PARTIAL) in (MANIFEST, LOCK) or path.name.removesuffix(PARTIAL).endswith(SUFFIX)
+
+
+def _read(file: Path) -> StepResult | None:
+    """The content of a result file, None where it is damaged.
+
+    Tensors are copied out of the mapped file: where a mapped one lies depends on the file, and linear algebra may take
+    another path, with other last bits, for memory that is aligned otherwise than torch aligns its own.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118, no mapping
+    except (OSError, SafetensorError):
+        return None
+    facts = header.get("facts", "")
+    if header.get("checksum") != _checksum(tensors, facts):
+        return None
+    return StepResult(tensors, json.loads(facts))
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor], facts: str) -> str:
@@ -202,7 +243,7 @@ def _checksum(tensors: Mapping[str, torch.Tensor], facts: str) -> str:
 
 
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """`key: was -> is` for every key that differs, nested ones by their path."""
+    """`key was A, is B` for every key that differs, nested ones by their path."""
     for key in sorted({*earlier, *now}):
         was, is_now = earlier.get(key), now.get(key)
         if isinstance(was, dict) and isinstance(is_now, dict):

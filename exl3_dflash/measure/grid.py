@@ -25,7 +25,7 @@ from exl3_dflash.calibration.capture import Calibration, calibrate
 from exl3_dflash.calibration.fisher import FisherSettings, OutputHessians
 from exl3_dflash.calibration.rows import RowSet
 from exl3_dflash.calibration.rowset import TokenRow
-from exl3_dflash.conversion.job import quantize_tensor
+from exl3_dflash.conversion.encoding import quantize_tensor
 from exl3_dflash.conversion.plan import make_plan
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from exl3_dflash.calibration.anchors import sample_anchors
 from exl3_dflash.calibration.capture import Calibration, calibrate
 from exl3_dflash.calibration.fisher import FisherSettings, draw, survival_weights
 from exl3_dflash.calibration.rowset import TokenRow
-from exl3_dflash.conversion.steps import StepResult, pack_calibration, unpack_calibration
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.modules import TracedLinear
@@ -192,18 +190,6 @@ def test_gradients_that_are_not_finite_are_dropped_and_counted(pair, monkeypatch
     made = run(pair, FisherSettings())
     assert made.dropped_gradients > 0
     assert all(torch.isfinite(hessian.matrix).all() for hessian in made.output_hessians.values())
-
-
-def test_calibration_survives_the_work_directory(pair) -> None:
-    made = run(pair, FisherSettings())
-    packed = pack_calibration(made)
-    facts = json.loads(json.dumps(packed.facts))
-    back = unpack_calibration(StepResult(packed.tensors, facts), torch.device("cpu"))
-    for name, hessian in made.output_hessians.items():
-        other = back.output_hessians[name]
-        assert torch.equal(other.matrix, hessian.matrix)
-        assert (other.rows, other.count, other.dropped_rows) == (hessian.rows, hessian.count, hessian.dropped_rows)
-    assert (back.anchors, back.dropped_gradients) == (made.anchors, made.dropped_gradients)
 
 
 @pytest.mark.parametrize("member", ["dflash2", "laguna", "speculators"])

@@ -183,7 +183,7 @@ def test_an_interrupted_job_keeps_only_its_finished_steps(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("exl3_dflash.conversion.job.measure_fidelity", interrupt)
+    monkeypatch.setattr("exl3_dflash.conversion.measuring.measure_fidelity", interrupt)
     target, drafter = pair
     data = target.parent / "text.txt"
     out = tmp_path / "sub" / "o"
