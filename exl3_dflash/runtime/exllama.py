@@ -144,9 +144,10 @@ class ExllamaEngine:
         check_prompt(ids, self._target.facts, self.context_limit)
         limit, reason = token_limit(len(ids), stops, self.context_limit)
         generator = self._ready_generator()
+        early = 0 if hasattr(generator, "max_draft_tokens") else self._draft_tokens + 1  # older ones stop too early
         job = self._model.library.Job(
             input_ids=torch.tensor([list(ids)], dtype=torch.int64),
-            max_new_tokens=limit,
+            max_new_tokens=limit + early,
             sampler=make_sampler(self._model.library, sampling),
             seed=sampling.seed,
             stop_conditions=sorted(stops.token_ids) or None,
@@ -191,6 +192,9 @@ class ExllamaEngine:
             if result["stage"] == "error":
                 self._abandon()
                 raise run_failure(result["error"])
+        if not generator.num_remaining_jobs() and not any(result["stage"] == "streaming" for result in results):
+            self._abandon()
+            raise run_failure(RuntimeError("it ended an answer before its limit"))
         streamed = list(dict.fromkeys(id(result["job"]) for result in results if result["stage"] == "streaming"))
         by_job = {id(request.job): request for request in self._running}
         steps: list[tuple[ExllamaRequest, Step]] = []
@@ -225,7 +229,7 @@ class ExllamaEngine:
         draft = self._generator.draft_ids_pinned[row, :window].tolist() if window else []
         steps = request.advance(draft, began)
         if request.finished:
-            if request.stats.stop_reason == "string":
+            if not request.job.is_finished:
                 self._generator.cancel(request.job)
             self._end(request, request.stats.stop_reason)
         return steps

@@ -148,6 +148,7 @@ def _load_drafter(
     with drafter_view(drafter) as view:
         config = guarded_load("read", path, lambda: library.Config.from_directory(str(view)))
         require_features(config, drafter)
+        config.target_layer_ids = list(tap_layer_indices(drafter.config))  # older versions read no tap_shift
         model, cache = _build(library, path, config, tokens, 0, ExllamaSettings(max_batch_size=settings.max_batch_size))
         _load(path, model, device, settings, {})
     loaded = ExllamaModel(library, config, model, cache, settings, torch.device(model.output_device))
@@ -185,7 +186,6 @@ def require_features(config: Any, drafter: DrafterCheckpoint) -> None:
         "attention sinks": any(name.endswith("attention_sink_bias") for name in drafter.tensor_names()),
         "mask_embedding": "mask_embedding" in drafter.tensor_names(),
         "unsorted target_layer_ids": list(taps) != sorted(taps),
-        "tap_shift": list(config.target_layer_ids) != list(taps),
         VALUE_SCALE: ours.attention_value_scale != 1,
     }
     wrong = [name for name, needed in unread.items() if needed]

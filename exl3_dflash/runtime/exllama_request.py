@@ -2,7 +2,8 @@
 
 A job's facts that are read, in 1.6.5 and 1.4.2 alike: `sequences[0].sequence_ids`, prompt and answer so far;
 `draft_stats`, one entry (position, proposed, accepted, ..) per verification where the generator records them;
-`time_first_token`, when the prefill was done; `cached_pages` and `cached_tokens`, what the prefix cache gave.
+`time_first_token`, when the prefill was done; `cached_pages` and `cached_tokens`, what the prefix cache gave;
+`is_finished`, whether it ended by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from exl3_dflash.runtime.exllama_model import PAGE_TOKENS
 from exl3_dflash.runtime.request import Emission
 from exl3_dflash.runtime.stats import longest_repeated_run
 
-JOB_FACTS = ("sequences", "draft_stats", "cached_pages", "cached_tokens", "time_first_token")
+JOB_FACTS = ("sequences", "draft_stats", "cached_pages", "cached_tokens", "time_first_token", "is_finished")
 
 
 @dataclass(frozen=True)

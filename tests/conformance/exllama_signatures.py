@@ -30,6 +30,7 @@ SOURCES = {
     "Generator": ("generator/generator.py", "Generator", "__init__"),
     "Generator.enqueue": ("generator/generator.py", "Generator", "enqueue"),
     "Generator.cancel": ("generator/generator.py", "Generator", "cancel"),
+    "Generator.num_remaining_jobs": ("generator/generator.py", "Generator", "num_remaining_jobs"),
     "Generator.iterate": ("generator/generator.py", "Generator", "iterate"),
     "Job": ("generator/job.py", "Job", "__init__"),
     "CustomSampler": ("generator/sampler/custom.py", "CustomSampler", "__init__"),
@@ -48,7 +49,7 @@ ATTRIBUTES = {
     ("generator/generator.py", "Generator"): ("draft_ids_pinned",),
     ("generator/job.py", "Job"): (
         "sequences", "draft_stats", "cached_pages", "cached_tokens", "time_first_token", "accepted_draft_tokens",
-        "rejected_draft_tokens",
+        "rejected_draft_tokens", "is_finished",
     ),
     ("model/model.py", "Model"): ("caps", "draft_verifier_params", "logit_layer_idx", "modules", "output_device"),
     ("modules/linear.py", "Linear"): ("inner", "in_features", "in_features_unpadded", "softcap", "pre_scale",

@@ -282,6 +282,15 @@ def test_a_generator_that_fails_ends_its_requests_with_one_error(
     assert len(tokens_of(list(engine.generate(prompt, GREEDY, StopSettings(8))))) == 8
 
 
+def test_an_answer_that_the_generator_ends_too_early_is_an_error_and_no_endless_loop(engine: ExllamaEngine) -> None:
+    request = engine.submit(prompts_of(engine)[0], GREEDY, StopSettings(20))
+    request.job.max_new_tokens = 3
+    with pytest.raises(Exl3DflashError, match="ended an answer before its limit"):
+        while not request.finished:
+            engine.step()
+    assert len(request.emitted) == 3
+
+
 def test_another_version_of_the_generator_is_refused(
     theirs: Theirs, generator_library: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def calls(generator_library: types.ModuleType) -> Calls:
         setattr(loaded.model, name, _kept(f"Model.{name}", getattr(loaded.model, name), kept))
     engine = theirs.engine()
     generator = engine._ready_generator()
-    for name in ("enqueue", "cancel", "iterate"):
+    for name in ("enqueue", "cancel", "iterate", "num_remaining_jobs"):
         setattr(generator, name, _kept(f"Generator.{name}", getattr(generator, name), kept))
     prompt = prompts_of(engine)[0]
     list(engine.generate(prompt, FILTERED, StopSettings(6, frozenset(engine.tokenizer.eos_token_ids))))
