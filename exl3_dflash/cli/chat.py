@@ -6,6 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from exl3_dflash.cli.engine_options import (
+    CacheBitsOption,
+    CacheTokensOption,
+    DynamicDraftOption,
+    EngineName,
+    EngineOption,
+    GpuSplitOption,
+    engine_choice,
+)
 from exl3_dflash.cli.options import (
     PAIR_NAMES,
     BlockSizeOption,
@@ -51,6 +60,11 @@ def chat(
         bool | None, typer.Option("--think/--no-think", help="The chat template's thinking switch.")
     ] = None,
     block_size: BlockSizeOption = None,
+    engine_name: EngineOption = EngineName.auto,
+    cache_tokens: CacheTokensOption = None,
+    cache_bits: CacheBitsOption = None,
+    gpu_split: GpuSplitOption = None,
+    dynamic_draft: DynamicDraftOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = Dtype.auto,
     threads: ThreadsOption = 0,
@@ -69,6 +83,7 @@ def chat(
 
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     StopSettings(max_new_tokens)
+    choice = engine_choice(engine_name, cache_tokens, cache_bits, gpu_split, dynamic_draft)
     question = _question(prompt, json_output)
     draft_tokens = 0 if no_draft else draft_tokens
     if not quiet:
@@ -81,6 +96,7 @@ def chat(
         threads=threads,
         draft_tokens=draft_tokens,
         block_size=block_size,
+        engine=choice,
     )
     if not quiet:
         for note in pair.notes:
