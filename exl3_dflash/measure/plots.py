@@ -68,6 +68,24 @@ def plot_fidelity(entries: Sequence[PlotEntry], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix.lower() == ".png" else None)
 
 
+def plot_retention(entries: Sequence[PlotEntry], path: Path, title: str) -> None:
+    """Draw retention over bits alone, for many drafters.
+
+    Args:
+        entries: the drafters, the reference first.
+        path: .png, .svg or .pdf.
+        title: above the picture.
+
+    Raises:
+        Exl3DflashError: as `check_plot`.
+    """
+    check_plot(path)
+    figure = _figure_class()(figsize=(7, 4.6), layout="constrained")
+    _draw_retention(figure.subplots(), entries)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix.lower() == ".png" else None)
+
+
 def _figure_class() -> Any:
     """matplotlib's figure, used without pyplot: no window, no global state."""
     try:
