@@ -1,0 +1,81 @@
+"""Which engine is chosen, and what is refused before anything of ExLlamaV3 is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl3_dflash.cli.engine_options import EngineName, engine_choice
+from exl3_dflash.errors import Exl3DflashError
+from exl3_dflash.runtime import load
+from exl3_dflash.runtime.exllama_library import require_exllamav3
+from exl3_dflash.runtime.exllama_model import ExllamaSettings
+from exl3_dflash.runtime.load import EngineChoice, load_pair
+from tests.tiny_targets import make_tiny_llama
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_exllama_on_cuda_and_the_reference_elsewhere() -> None:
+    assert EngineChoice().resolve(CUDA) == "exllamav3"
+    assert EngineChoice().resolve(CPU) == "reference"
+    assert EngineChoice("reference").resolve(CUDA) == "reference"
+    assert EngineChoice("exllamav3").resolve(CPU) == "exllamav3"  # refused with the reason when it is loaded
+    with pytest.raises(Exl3DflashError, match="engine 'vllm' is unknown; expected one of auto, exllamav3, reference"):
+        EngineChoice("vllm")
+
+
+@pytest.mark.parametrize("choice", [EngineChoice(exllama=ExllamaSettings()), EngineChoice(dynamic_draft=True)])
+def test_options_of_one_engine_are_refused_for_the_other(choice: EngineChoice) -> None:
+    assert choice.resolve(CUDA) == "exllamav3"
+    with pytest.raises(Exl3DflashError, match=r"reference engine, which runs on cpu, has no cache options"):
+        choice.resolve(CPU)
+
+
+def test_command_line_options() -> None:
+    nothing = engine_choice(EngineName.auto, None, None, None, dynamic_draft=False)
+    assert nothing == EngineChoice()
+    some = engine_choice(EngineName.exllamav3, 4096, 6, "10,20.5", dynamic_draft=True)
+    assert some == EngineChoice("exllamav3", ExllamaSettings(4096, 6, (10.0, 20.5)), dynamic_draft=True)
+    with pytest.raises(Exl3DflashError, match=r"--gpu-split '8;8'; expected GB for each GPU"):
+        engine_choice(EngineName.auto, None, None, "8;8", dynamic_draft=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache_bits": 9}, "cache bits: 9; expected 2 to 8"),
+        ({"cache_tokens": 0}, "cache tokens: 0"),
+        ({"gpu_split": (0.0,)}, "GPU split"),
+        ({"gpu_split": ()}, "GPU split"),
+        ({"max_batch_size": 0}, "concurrent requests: 0"),
+        ({"chunk_tokens": 100}, "chunk tokens: 100; expected a multiple of 256"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(Exl3DflashError, match=message):
+        ExllamaSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_machine_without_cuda_is_told_so_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(load, "load_models", lambda *_, **__: pytest.fail("the target was loaded"))
+    target = str(make_tiny_llama(tmp_path / "llama"))
+    with pytest.raises(Exl3DflashError, match="the engine exllamav3 runs on CUDA, not on cpu"):
+        load_pair(target, None, device="cpu", engine=EngineChoice("exllamav3"))
+    if not torch.cuda.is_available():
+        with pytest.raises(Exl3DflashError, match="CUDA cannot be used"):
+            require_exllamav3(CUDA)
+    assert "exllamav3" not in sys.modules
+
+
+def test_precision_is_exllamas_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "choose_device", lambda _: CUDA)
+    monkeypatch.setattr(load, "check_exllamav3", lambda _: None)
+    with pytest.raises(Exl3DflashError, match="dtype float32 with the engine exllamav3"):
+        load_pair(str(tmp_path), None, dtype="float32")
