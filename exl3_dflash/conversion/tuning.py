@@ -55,10 +55,10 @@ class TuningSettings:
         seed: of the dealing, the order and the anchors.
     """
 
-    epochs: int = 8
+    epochs: int = 10
     learning_rate: float = 3e-2
     rows_per_step: int = 4
-    anchors_per_row: int = 64
+    anchors_per_row: int = 32
     teacher_share: float = 0.5
     seed: int = 0
 

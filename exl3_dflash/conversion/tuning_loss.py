@@ -27,6 +27,8 @@ from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.target.base import Target
 
+MEASURED_ANCHORS = 64  # of one row, at the most
+
 
 @dataclass(frozen=True, eq=False)
 class TeacherRow:
@@ -47,9 +49,11 @@ class TeacherRow:
         padded = torch.nn.functional.pad(self.greedy, (0, rows), value=NO_LABEL)
         return padded[anchors[:, None] + torch.arange(rows - 1)]
 
-    def all_anchors(self) -> torch.Tensor:
-        """Every anchor that has a label."""
-        return torch.tensor(list(valid_anchors(len(self.row.ids), self.row.prompt_length, 1)), dtype=torch.int64)
+    def measured_anchors(self) -> torch.Tensor:
+        """Anchors with a label, spread over the row: all of them, or `MEASURED_ANCHORS`."""
+        positions = valid_anchors(len(self.row.ids), self.row.prompt_length, 1)
+        step = -(-len(positions) // MEASURED_ANCHORS)
+        return torch.tensor(list(positions)[:: max(step, 1)], dtype=torch.int64)
 
 
 @dataclass
@@ -88,10 +92,10 @@ class TuningLoss:
         self._share = teacher_share
 
     def measure(self, rows: Iterable[TeacherRow]) -> LossSums:
-        """The loss over all anchors of `rows`."""
+        """The loss over the measured anchors of `rows`."""
         sums = LossSums()
         for row in rows:
-            for anchors in self._groups(row.all_anchors()):
+            for anchors in self._groups(row.measured_anchors()):
                 with torch.no_grad():
                     hidden = self._hidden(self._model, row, anchors)
                     self._gradient(row, anchors, hidden, sums)
