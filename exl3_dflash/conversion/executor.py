@@ -96,7 +96,7 @@ class Executor(Protocol):
         ...
 
 
-def make_executor(name: str, workers: int, threads: int) -> Executor:
+def make_executor(name: str, workers: int, threads: int, device: str = "cpu") -> Executor:
     """The executor of a job.
 
     Args:
@@ -104,9 +104,11 @@ def make_executor(name: str, workers: int, threads: int) -> Executor:
         workers: tensors at a time; 0 means one (local), or as many as the cluster has room for (ray).
         threads: of the job, shared out between local workers, 0 for the physical cores; with ray the CPUs of one
             tensor, 0 for one.
+        device: of the job, "auto", "cpu", "cuda" or "cuda:N". A local executor encodes there, unless it is asked for
+            several workers, which are processes on the CPU.
 
     Raises:
-        Exl3DflashError: unknown name, a number below 0, or Ray is not installed.
+        Exl3DflashError: unknown name, a number below 0, Ray is not installed, or what a CUDA device lacks.
     """
     if name not in EXECUTORS:
         raise Exl3DflashError(f"--executor {name!r}", expected=f"one of {', '.join(EXECUTORS)}", fix="use local")
@@ -118,7 +120,10 @@ def make_executor(name: str, workers: int, threads: int) -> Executor:
         return RayExecutor(workers, threads or 1)
     if workers > 1:
         return ProcessExecutor(workers, max(1, (threads or default_threads()) // workers))
-    return InProcess()
+    from exl3_dflash.conversion.device_executor import DeviceExecutor, encoding_devices
+
+    devices = encoding_devices(device)
+    return DeviceExecutor(devices) if devices else InProcess()
 
 
 class InProcess:

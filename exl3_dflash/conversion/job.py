@@ -207,7 +207,7 @@ def _run_steps(
 
 def _open_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
     """Everything that can be checked before the target is loaded."""
-    executor = make_executor(settings.executor, settings.workers, settings.threads)
+    executor = make_executor(settings.executor, settings.workers, settings.threads, settings.device)
     source = resolve(settings.source, "drafter")
     checkpoint = DrafterCheckpoint.open(source.path, settings.block_size)
     _ = checkpoint.config.block_size  # raises where nobody has said it

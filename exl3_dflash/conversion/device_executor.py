@@ -1,0 +1,111 @@
+"""The executor of CUDA devices: several tensors at a time on each, so that their tiles are encoded together.
+
+Tasks are joined in batches by memory and work (`quantize.cuda_plan`). Every device takes the next batch when it is
+free; a tensor that no device can hold is encoded on the CPU meanwhile. Only the batches in progress are in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from threading import Event
+
+import torch
+
+from exl3_dflash.conversion.executor import LinearTask, Result
+from exl3_dflash.target.placement import choose_device
+from quantize.cuda_batch import run_together
+from quantize.cuda_plan import BatchLimits, LayerShape, join, working_memory
+from quantize.cuda_requirements import kernel_problem
+
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+TILES_PER_MULTIPROCESSOR = 4  # of a step: two waves of the two that one codes at once
+
+
+class DeviceExecutor:
+    """Batches of tensors on CUDA devices.
+
+    Args:
+        devices: at least one CUDA device; the smallest decides how much a batch may take.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+
+    def run(self, tasks: Iterable[LinearTask]) -> Generator[Result]:
+        """See `executor.Executor`; closed early, batches end: on GPUs at their next step, on the CPU when done."""
+        limits = device_limits(self._devices)
+        free = [*self._devices, CPU]
+        running: dict[Future[list[Result]], torch.device] = {}
+        stop = Event()
+        with ThreadPoolExecutor(len(free), "encode") as pool:
+            try:
+                for batch in join(tasks, shape_of, limits):
+                    on_gpu = limits.hold(shape_of(batch[0]))
+                    while not (fit := [device for device in free if (device != CPU) == on_gpu]):
+                        yield from _finished(running, free)
+                    free.remove(fit[0])
+                    running[pool.submit(encode_batch, batch, fit[0], stop)] = fit[0]
+                    del batch
+                while running:
+                    yield from _finished(running, free)
+            finally:
+                stop.set()
+
+
+def _finished(running: dict[Future[list[Result]], torch.device], free: list[torch.device]) -> Generator[Result]:
+    """Wait for at least one batch, and take the finished ones out."""
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        free.append(running.pop(future))
+        yield from future.result()
+
+
+def encode_batch(batch: Sequence[LinearTask], device: torch.device, stop: Event) -> list[Result]:
+    """Encode tensors side by side on one device, until `stop` is set."""
+
+    def encode(task: LinearTask) -> Result:
+        # The CPU only gives orders to a GPU: one thread per tensor does.
+        return task.name, task.run() if device == CPU else task.on_threads(1).to(device).run()
+
+    return run_together([partial(encode, task) for task in batch], stop=stop)
+
+
+def shape_of(task: LinearTask) -> LayerShape:
+    """What the plan has to know of a task."""
+    rows, columns = task.weight.shape
+    return LayerShape(rows, columns, task.settings.bits, task.hessian is not None, task.output_hessian is not None)
+
+
+def encoding_devices(device: str) -> tuple[torch.device, ...]:
+    """Where the tensors of a job for `device` are encoded: CUDA devices, or none of them, which is the CPU.
+
+    "cuda" and "auto" mean every GPU that can run ExLlamaV3's kernels. Where "auto" finds a GPU that cannot, the CPU
+    encodes, and the log says why.
+
+    Raises:
+        Exl3DflashError: a CUDA device was asked for by name and lacks something.
+    """
+    chosen = choose_device(device)
+    if chosen.type != "cuda":
+        return ()
+    problem = kernel_problem(chosen.index or 0)
+    if problem is not None and device == "auto":
+        log.warning("encoding on the CPU: %s", problem)
+        return ()
+    if problem is not None:
+        raise problem
+    if chosen.index is not None:
+        return (chosen,)
+    return tuple(torch.device("cuda", n) for n in range(torch.cuda.device_count()) if kernel_problem(n) is None)
+
+
+def device_limits(devices: Sequence[torch.device]) -> BatchLimits:
+    """Limits of a batch that every one of these CUDA devices can take, by what is free on them now."""
+    torch.cuda.empty_cache()  # what calibration left is free as well
+    memory = min(working_memory(*torch.cuda.mem_get_info(device)) for device in devices)
+    processors = max(torch.cuda.get_device_properties(device).multi_processor_count for device in devices)
+    return BatchLimits(memory, TILES_PER_MULTIPROCESSOR * processors)

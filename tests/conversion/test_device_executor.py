@@ -1,0 +1,125 @@
+"""Tensors on CUDA devices: batches, several devices, and the CPU for what no device can hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from exl3_dflash.conversion import device_executor
+from exl3_dflash.conversion.device_executor import DeviceExecutor, encoding_devices, shape_of
+from exl3_dflash.conversion.executor import InProcess, LinearTask, ProcessExecutor, make_executor
+from exl3_dflash.errors import Exl3DflashError
+from exl3_dflash.target import placement
+from quantize.cuda_plan import BatchLimits
+from quantize.linear import QuantSettings
+from tests.quantize.gpu_stand_in import GPU, EncoderStub, fake_gpu, run_on_fake_gpu
+from tests.quantize.layer_samples import correlated_rows, hessian_of, uneven_weight
+
+DEVICES = (GPU, torch.device("cuda:1"))
+
+
+def task(name: str, rows: int, bits: float = 8) -> LinearTask:
+    settings = QuantSettings(bits=bits, encoder="exact", threads=1, seed=len(name))
+    hessian = hessian_of(correlated_rows(256, rows))
+    return LinearTask(name, uneven_weight(rows, 128), hessian, None, torch.ones(128), settings)
+
+
+def test_results_are_those_of_the_cpu_and_tensors_share_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [task("a", 128), task("b", 256), task("c", 128, bits=6)]
+    wanted = {task.name: task.run().tensors("x") for task in tasks}
+    together = []
+    monkeypatch.setattr(
+        device_executor, "run_together", lambda works, stop: (together.append(len(works)), run_on_fake_gpu(works))[1]
+    )
+    with fake_gpu(EncoderStub()) as kernels:
+        found = {name: linear.tensors("x") for name, linear in DeviceExecutor([GPU]).run(tasks)}
+    assert together == [2, 1], "a and b side by side, c at another rate"
+    assert {bits for _, bits, _ in kernels.calls} == {6, 8}
+    for name, tensors in wanted.items():
+        for key, tensor in tensors.items():
+            assert type(found[name][key]) is torch.Tensor, "results are on the CPU"
+            assert torch.equal(found[name][key], tensor)
+
+
+def test_too_large_tensors_go_to_the_cpu_and_the_rest_to_any_free_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [task("a", 256), *(task(name, 128) for name in "bcde")]
+    limits = BatchLimits(shape_of(tasks[1]).peak_bytes(), 512)
+    monkeypatch.setattr(device_executor, "device_limits", lambda devices: limits)
+    three, seen = threading.Barrier(3, timeout=20), []
+
+    def encode_batch(batch: list[LinearTask], device: torch.device, stop: threading.Event) -> list[tuple[str, None]]:
+        seen.append(("".join(task.name for task in batch), device.type))
+        if len(seen) <= 3:
+            three.wait()  # three at a time, or this never returns
+        return [(task.name, None) for task in batch]
+
+    monkeypatch.setattr(device_executor, "encode_batch", encode_batch)
+    names = [name for name, _ in DeviceExecutor(DEVICES).run(tasks)]
+    assert sorted(names) == list("abcde")
+    assert sorted(seen) == [("a", "cpu"), ("b", "cuda"), ("c", "cuda"), ("d", "cuda"), ("e", "cuda")]
+
+
+def test_only_batches_in_progress_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def tasks() -> Iterator[LinearTask]:
+        for name in "abcd":
+            made.append(name)
+            yield task(name, 128)
+
+    monkeypatch.setattr(device_executor, "device_limits", lambda devices: BatchLimits(1 << 30, 1))
+    monkeypatch.setattr(device_executor, "encode_batch", lambda batch, device, stop: [(batch[0].name, None)])
+    results = DeviceExecutor([GPU]).run(tasks())
+    assert next(results)[0] == "a"
+    assert len(made) <= 3, "one in progress, one waiting for the device, one that did not join it"
+    assert [name for name, _ in results] == ["b", "c", "d"]
+
+
+def test_an_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = task("bad", 128)
+    bad.weight.fill_(float("nan"))
+    monkeypatch.setattr(device_executor, "run_together", lambda works, stop: run_on_fake_gpu(works))
+    with fake_gpu(EncoderStub()), pytest.raises(Exl3DflashError, match="bad holds 16384 values"):
+        list(DeviceExecutor([GPU]).run([bad]))
+
+
+def test_closing_early_ends_the_work_at_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def encode_batch(batch: list[LinearTask], device: torch.device, stop: threading.Event) -> list[tuple[str, None]]:
+        if batch[0].name != "a":
+            assert stop.wait(20)
+            ended.set()
+        return [(batch[0].name, None)]
+
+    monkeypatch.setattr(device_executor, "device_limits", lambda devices: BatchLimits(1 << 30, 1))
+    monkeypatch.setattr(device_executor, "encode_batch", encode_batch)
+    results = DeviceExecutor(DEVICES).run(task(name, 128) for name in "abc")
+    assert next(results)[0] == "a"
+    results.close()
+    assert ended.is_set()
+
+
+def test_where_tensors_are_encoded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    lacking = dict.fromkeys((1,), Exl3DflashError("GPU 1 is too old"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(placement, "check_cuda_device", lambda device: None)
+    monkeypatch.setattr(device_executor, "kernel_problem", lacking.get)
+    zero, two = torch.device("cuda:0"), torch.device("cuda:2")
+    assert encoding_devices("cpu") == ()
+    assert encoding_devices("auto") == encoding_devices("cuda") == (zero, two)
+    assert encoding_devices("cuda:2") == (two,)
+    with pytest.raises(Exl3DflashError, match="too old"):
+        encoding_devices("cuda:1")
+    lacking[0] = Exl3DflashError("nvcc is not found")
+    with pytest.raises(Exl3DflashError, match="nvcc"):
+        encoding_devices("cuda")
+    assert encoding_devices("auto") == ()
+    assert "encoding on the CPU: nvcc is not found" in caplog.text
+    assert isinstance(make_executor("local", 0, 1, "cuda:2"), DeviceExecutor)
+    assert isinstance(make_executor("local", 2, 1, "cuda:2"), ProcessExecutor)
+    assert isinstance(make_executor("local", 0, 1, "auto"), InProcess)
