@@ -48,7 +48,8 @@ class Measurement:
 @dataclass(frozen=True)
 class Calibration:
     """The calibration that was really run; `mode` is "target" or "none". `data` is a kind or a file's name, `method`
-    "two-sided" or "one-sided" (errors weighed by inputs and outputs, or inputs only), None where none was run."""
+    "two-sided" or "one-sided" (errors weighed by inputs and outputs, or inputs only), None where none was run;
+    `thinking` is what `--thinking` said of the rows' prompts."""
 
     mode: str
     method: str | None
@@ -58,11 +59,22 @@ class Calibration:
     tokens: int
     anchors: int
     dropped_rows: int
+    thinking: str
 
     @property
     def was_run(self) -> bool:
         """Whether the target was run to see what the drafter's layers receive."""
         return self.mode == "target"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Scales and norms were trained on `rows`: with `asked` but not `kept`, the untuned ones turned out better."""
+
+    asked: bool
+    kept: bool
+    rows: int
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ class CardFacts:
     copied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     calibration: Calibration
+    tuning: Tuning
     tap_shift: int
     probe: tuple[tuple[str, float, str], ...]
     measurement: Measurement | None
@@ -149,6 +162,7 @@ def _facts(report: Mapping[str, Any], fingerprint: str) -> CardFacts:
         copied=tuple(report["copied"].items()),
         notes=tuple(report["notes"]),
         calibration=_calibration(report["calibration"]),
+        tuning=_tuning(report.get("tuning")),
         tap_shift=int(report["tap_shift"]),
         probe=_probe(report.get("probe")),
         measurement=_measurement(report["fidelity"]),
@@ -175,7 +189,14 @@ def _calibration(said: Mapping[str, Any]) -> Calibration:
         tokens=int(said["tokens"]),
         anchors=int(said["anchors"]),
         dropped_rows=int(said["dropped_rows"]),
+        thinking=said.get("thinking", "default"),
     )
+
+
+def _tuning(said: Mapping[str, Any] | None) -> Tuning:
+    if said is None:
+        return Tuning(asked=False, kept=False, rows=0, parameters=0)
+    return Tuning(True, bool(said["kept"]), int(said["rows"]), int(said["parameters"]))
 
 
 def _probe(probe: Mapping[str, Any] | None) -> tuple[tuple[str, float, str], ...]:

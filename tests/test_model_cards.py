@@ -165,6 +165,19 @@ def test_fallbacks_copies_and_notes_are_said(tmp_path: Path) -> None:
     assert "- **hidden size 96 cannot be run by ExLlamaV3**" in text
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_tuning_and_thinking_are_said_and_repeated(tmp_path: Path, kept: bool) -> None:
+    calibration = make_report()["calibration"] | {"thinking": "both"}
+    tuning = {"kept": kept, "rows": 217, "parameters": 60416}
+    text = own_part(text_of(write_directory(tmp_path / "a", make_report(calibration=calibration, tuning=tuning))))
+    assert "--thinking both --tune" in text
+    assert ("60,416 scales and norm weights" in text) is kept
+    assert ("| Tuned | not:" in text) is not kept
+    plain = own_part(text_of(write_directory(tmp_path / "b", make_report())))
+    assert "Tuned" not in plain
+    assert "--thinking" not in plain
+
+
 @pytest.mark.parametrize("name", ["speculators", "plain", "odd"])
 def test_exllamav3_is_offered_only_where_it_runs_the_drafter(tmp_path: Path, name: str) -> None:
     """Holds the card against the notes that the job really writes."""
