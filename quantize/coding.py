@@ -6,7 +6,7 @@ Hessian that is there and cannot be used is never passed over in silence: `Side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,18 +27,19 @@ class Side:
 
     Attributes:
         metric: the undamped second moments and their damping; the identity if there are none.
-        factor: of the rotated metric; None without feedback along this side.
-        unusable: why there is no factor, None where there is one.
+        factor: of the rotated metric; None without feedback along this side, or after the feedback.
+        unusable: why there is no feedback, None where there is.
+        damping: the share of the mean diagonal that was added, None without feedback.
     """
 
     metric: Metric
     factor: Factor | None
     unusable: str | None
+    damping: float | None = None
 
-    @property
-    def damping(self) -> float | None:
-        """The share of the mean diagonal that was added, None without feedback."""
-        return None if self.factor is None else self.factor.damping
+    def without_factor(self) -> Side:
+        """What the fit of the scales needs: the factor is as large as the metric, and done with."""
+        return replace(self, factor=None)
 
 
 def make_side(hessian: Hessian | None, scales: Tensor, damping: float) -> Side:
@@ -56,7 +57,7 @@ def make_side(hessian: Hessian | None, scales: Tensor, damping: float) -> Side:
     factor = factor_metric(rotated_metric(matrix, scales, damping), damping)
     if factor is None:
         return Side(Metric(None), None, "Cholesky factorization failed")
-    return Side(Metric(matrix, damping * float(matrix.diagonal().mean())), factor, None)
+    return Side(Metric(matrix, damping * float(matrix.diagonal().mean())), factor, None, factor.damping)
 
 
 def code_weight(

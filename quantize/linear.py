@@ -173,6 +173,7 @@ def quantize_linear(
         inputs = make_side(hessian, input_scales, settings.sigma_reg)
         outputs = make_side(output_hessian, regular.output_scales, settings.output_reg)
         coded, trellis = code_weight(regular, inputs, outputs, coder, workers)
+        inputs, outputs = inputs.without_factor(), outputs.without_factor()
         del regular
         rows, columns = slice(in_features), slice(out_features)
         fit = ScaleFit(padded[rows, columns], coded[rows, columns], inputs.metric, workers, outputs.metric)

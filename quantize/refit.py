@@ -80,7 +80,7 @@ class ScaleFit:
 
     def refit(self, input_scales: Tensor, output_scales: Tensor) -> tuple[Tensor, Tensor]:
         """Fit both scale vectors (in,), (out,); returns them as they are to be stored, rounded to fp16, in float32."""
-        target = self._weigh(self.weight, damped=True)  # HWG, damped (in, out)
+        target = self._weigh(self.weight)  # (in, out)
         for _ in range(ROUNDS):
             output_scales = self.fit_output(input_scales, output_scales, target)
             input_scales = self.fit_input(input_scales, output_scales, target)
@@ -89,14 +89,14 @@ class ScaleFit:
 
     def fit_output(self, input_scales: Tensor, output_scales: Tensor, target: Tensor | None = None) -> Tensor:
         """The best output scales (out,) for these input scales; a column without any signal keeps its scale."""
-        target = self._weigh(self.weight, damped=True) if target is None else target
+        target = self._weigh(self.weight) if target is None else target
         scaled = input_scales[:, None] * self.coded  # Y
         weighed = self.metric.apply(scaled, self.workers, damped=True)
         return self._fit(self.output_metric, scaled.T, weighed.T, target.T, output_scales)
 
     def fit_input(self, input_scales: Tensor, output_scales: Tensor, target: Tensor | None = None) -> Tensor:
         """The best input scales (in,) for these output scales, or the given ones where a fit makes no sense."""
-        target = self._weigh(self.weight, damped=True) if target is None else target
+        target = self._weigh(self.weight) if target is None else target
         scaled = self.coded * output_scales  # Z
         weighed = self.output_metric.apply(scaled.T, self.workers, damped=True).T
         return self._fit(self.metric, scaled, weighed, target, input_scales)
@@ -110,7 +110,7 @@ class ScaleFit:
         if metric.matrix is None:
             fitted = right / (vectors * weighed).sum(1)
         else:
-            fitted = self._solve(metric, self.workers.matmul(vectors, weighed.T), right, old)
+            fitted = self._solve(metric, self.workers.symmetric_matmul(vectors, weighed.T), right, old)
         return torch.where(torch.isfinite(fitted) & (fitted * old > 0), fitted, old)
 
     def _solve(self, metric: Metric, products: Tensor, right: Tensor, old: Tensor) -> Tensor:
@@ -125,10 +125,10 @@ class ScaleFit:
         start = torch.where(unit > 0, old / unit, 0.0)
         return conjugate_gradients(system, right * unit, start) * unit
 
-    def _weigh(self, matrix: Tensor, damped: bool) -> Tensor:
-        """H @ matrix @ G: (in, out) -> (in, out)."""
-        left = self.metric.apply(matrix, self.workers, damped)
-        return self.output_metric.apply(left.T, self.workers, damped).T
+    def _weigh(self, matrix: Tensor) -> Tensor:
+        """H @ matrix @ G, damped: (in, out) -> (in, out)."""
+        left = self.metric.apply(matrix, self.workers, damped=True)
+        return self.output_metric.apply(left.T, self.workers, damped=True).T
 
     def error(self, input_scales: Tensor, output_scales: Tensor) -> OutputError:
         """The errors with these scales: tr(E^T H E G) / tr(W^T H W G) and |E|^2 / |W|^2; 0 for an all-zero weight."""
@@ -139,8 +139,14 @@ class ScaleFit:
         )
 
     def _energy(self, matrix: Tensor) -> float:
-        """tr(matrix^T H matrix G), undamped."""
-        return float((matrix * self._weigh(matrix, damped=False)).sum(dtype=torch.float64))
+        """tr(matrix^T H matrix G), undamped, for matrix (in, out)."""
+        own, other = self.metric, self.output_metric
+        if own.matrix is None or (other.matrix is not None and matrix.shape[0] > matrix.shape[1]):
+            own, other, matrix = other, own, matrix.T  # then the symmetric product is the large one
+        weighed = own.apply(matrix, self.workers)
+        if other.matrix is None:
+            return float((matrix * weighed).sum(dtype=torch.float64))
+        return float(self.workers.symmetric_matmul(matrix.T, weighed).mul_(other.matrix).sum(dtype=torch.float64))
 
 
 def conjugate_gradients(system: Tensor, right: Tensor, start: Tensor) -> Tensor:

@@ -22,6 +22,17 @@ def test_products_do_not_depend_on_the_threads() -> None:
     assert torch.allclose(products[0].double(), left.double() @ right.double(), atol=1e-4)
 
 
+def test_symmetric_products_are_the_plain_ones() -> None:
+    left = torch.randn(2 * BLOCK_COLUMNS + 40, 90, generator=torch.Generator().manual_seed(0))
+    right = left.T * torch.rand(90, 1, generator=torch.Generator().manual_seed(1))
+    products = []
+    for threads in (1, 3):
+        with Workers(threads) as workers:
+            products.append(workers.symmetric_matmul(left, right))
+    assert torch.equal(products[0], products[1])
+    assert torch.allclose(products[0].double(), left.double() @ right.double(), atol=1e-4)
+
+
 def test_every_block_is_visited_once() -> None:
     visits = torch.zeros(2 * BLOCK_COLUMNS + 3)
     with Workers(3) as workers:
