@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
+from exl3_dflash.drafter.dialects import LAGUNA
 from exl3_dflash.drafter.export import exllamav3_config
 from exl3_dflash.drafter.taps import DEFAULT_TAP_SHIFT, tap_layer_indices
 from exl3_dflash.errors import Exl3DflashError
@@ -172,28 +173,33 @@ def drafter_view(drafter: DrafterCheckpoint) -> Iterator[Path]:
 
 
 def require_features(config: Any, drafter: DrafterCheckpoint) -> None:
-    """Refuse a drafter that this version of ExLlamaV3 would load and compute wrongly.
+    """Refuse a drafter that this version of ExLlamaV3 would load and compute wrongly (docs/exllamav3.md).
 
-    Versions before `block_window` came to its config class ignore the keys below (docs/exllamav3.md).
+    Its class for Laguna keeps sliding layers causal. Versions before `block_window` came to its class for DFlash ignore
+    the keys below.
     """
-    if hasattr(config, "block_window") or type(config).__name__ == "DFlashLagunaConfig":
-        return
     ours = drafter.config
+    causal = [ours.layer_is_causal(index) for index in range(ours.num_layers)]
     taps = tap_layer_indices(ours)
-    unread = {
-        "is_causal": any(map(ours.layer_is_causal, range(ours.num_layers))),
-        "sliding_window": ours.sliding_window is not None,
-        "attention sinks": any(name.endswith("attention_sink_bias") for name in drafter.tensor_names()),
-        "mask_embedding": "mask_embedding" in drafter.tensor_names(),
-        "unsorted target_layer_ids": list(taps) != sorted(taps),
-        VALUE_SCALE: ours.attention_value_scale != 1,
-    }
+    if ours.dialect is LAGUNA:
+        unread = {"causal": ours.sliding_window is not None and not all(causal)}
+    elif hasattr(config, "block_window"):
+        unread = {}
+    else:
+        unread = {
+            "is_causal": any(causal),
+            "sliding_window": ours.sliding_window is not None,
+            "attention sinks": any(name.endswith("attention_sink_bias") for name in drafter.tensor_names()),
+            "mask_embedding": "mask_embedding" in drafter.tensor_names(),
+            "unsorted target_layer_ids": list(taps) != sorted(taps),
+            VALUE_SCALE: ours.attention_value_scale != 1,
+        }
     wrong = [name for name, needed in unread.items() if needed]
     if wrong:
         raise Exl3DflashError(
-            f"this ExLlamaV3 does not read {', '.join(wrong)} of {drafter.directory.path}",
-            expected="a version that computes what the drafter was trained with",
-            fix="pip install -U exllamav3 (1.6.5 was checked)",
+            f"this ExLlamaV3 does not heed {', '.join(wrong)} of {drafter.directory.path}",
+            expected="a version that computes what the drafter was trained with (1.6.5 was checked)",
+            fix="pip install -U exllamav3, or use --engine reference",
         )
 
 

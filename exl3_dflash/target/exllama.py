@@ -77,7 +77,7 @@ class ExllamaTarget:
         logits: torch.Tensor = _HeadProduct.apply(rows, self._head)
         return logits[:, : self.facts.head_size].reshape(*hidden.shape[:-1], -1).to(self.device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def tap_rows(self, ids: torch.Tensor, tap_ids: Sequence[int], want_logits: bool = False) -> TapRows:
         """One row ids (S,): taps (S, K*Ht) on the GPU, logits (S, V) only where wanted."""
         if len(ids) > self.loaded.settings.chunk_tokens:

@@ -40,7 +40,7 @@ class ExllamaSession:
         """The committed tokens, as a new list."""
         return list(self._ids)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(
         self, ids: torch.Tensor, tap_ids: Sequence[int] | None = None, logit_rows: int | None = None
     ) -> TapRows:

@@ -7,8 +7,9 @@ with it, and stay equal. The table of keys in docs/exllamav3.md lists what the c
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.runtime.engine import SamplingSettings, StopSettings
-from exl3_dflash.runtime.exllama_model import ExllamaSettings
+from exl3_dflash.runtime.exllama_model import ExllamaSettings, drafter_view
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target
 from tests.demo_pair import demo_directories, edited_drafter
@@ -80,6 +81,7 @@ DFLASH2_VARIANTS = {
     "output_multiplier": {"output_multiplier": 4.0},
     "final_logit_softcapping": {"final_logit_softcapping": 0.5},
 }
+LAGUNA = {"layer_types": FULL * 2, "draft_vocab_size": 272, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 272,
          "intermediate_size": 128, "num_target_layers": 4, "target_hidden_size": 128}  # fmt: skip
 
@@ -202,3 +204,78 @@ def test_a_key_of_dflash2_means_the_same_to_both(
     drafter = make_dflash2(tmp_path / "drafter", **DFLASH2_VARIANTS[name])
     before = our_drafts(target, make_dflash2(tmp_path / "plain"), prefixes)
     check_changed(check_equal(generator_library, target, drafter, prefixes), before)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_causal_means_the_same_to_both_in_laguna(
+    causal: bool, generator_library: types.ModuleType, tmp_path: Path, target: Target, prefixes: list[list[int]]
+) -> None:
+    def make(directory: Path, value: bool) -> Path:
+        nested = {**TAPS, "block_size": 4, "causal": value}
+        return make_family_drafter(directory, "laguna", **SIZES, **LAGUNA, dflash_config=nested)
+
+    drafter = make(tmp_path / "drafter", causal)
+    other = our_drafts(target, make(tmp_path / "other", not causal), prefixes)
+    check_changed(check_equal(generator_library, target, drafter, prefixes), other)
+
+
+class RecordedKeys(dict[str, Any]):
+    """A dictionary that keeps which keys are looked up."""
+
+    def __init__(self, contents: dict[str, Any], kept: set[str]) -> None:
+        super().__init__(contents)
+        self._kept = kept
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._kept.add(key)
+        return super().get(key, default)
+
+
+def keys_read(library: types.ModuleType, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The last names of all keys that its config class and RoPE look up for a drafter."""
+    from exllamav3.model import config as config_module
+    from exllamav3.util.rope import RoPE
+
+    kept: set[str] = set()
+    read = config_module.read_dict
+
+    def recorded(values: Any, kind: Any, keys: str | list[str], *rest: Any, **options: Any) -> Any:
+        kept.update(key.rpartition(">")[2] for key in ([keys] if isinstance(keys, str) else keys))
+        return read(values, kind, keys, *rest, **options)
+
+    with monkeypatch.context() as patched, drafter_view(DrafterCheckpoint.open(drafter)) as view:
+        patched.setattr(config_module, "read_dict", recorded)
+        rope = library.Config.from_directory(str(view)).rope_settings
+        rope.rope_scaling = rope.rope_scaling and RecordedKeys(rope.rope_scaling, kept)
+        RoPE("cpu", rope)
+    return kept
+
+
+def documented() -> Iterator[tuple[list[str], list[str]]]:
+    """Rows of the table of keys: the keys, and the names of their checks."""
+    table = DOCUMENT.read_text().partition("## Keys")[2]
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].startswith("`"):
+            yield re.findall(r"`(\w+)`", cells[0]), [check.strip() for check in cells[3].split(", ")]
+
+
+def test_the_table_has_every_key_that_is_read_and_no_other(
+    generator_library: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [make_variant(tmp_path / name.replace(" ", "-"), variant) for name, variant in VARIANTS.items()]
+    made += [make_family_drafter(tmp_path / name, name) for name in ("laguna", "muse-glimmer", "dflash2", "nemotron")]
+    read = set().union(*(keys_read(generator_library, drafter, monkeypatch) for drafter in made))
+    listed = [key for keys, _ in documented() for key in keys]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == read
+
+
+def test_the_checks_that_the_table_names_exist() -> None:
+    variants = {*VARIANTS, *DFLASH2_VARIANTS, "causal"}
+    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    named = [check for _, checks in documented() for check in checks]
+    assert len(named) > 30
+    for check in named:
+        kind, _, name = check.partition(" ")
+        assert name in variants if kind == "variant" else f"def {check}(" in tests

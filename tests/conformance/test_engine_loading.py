@@ -105,8 +105,12 @@ def test_an_older_reader_is_refused_for_what_it_would_ignore(tmp_path: Path) -> 
     taps = {"mask_token_id": 261, "target_layer_ids": [2, 0, 1]}
     keys = {"layer_types": ["sliding_attention"], "sliding_window": 10, "dflash_config": taps}
     edited = DrafterCheckpoint.open(edited_drafter(drafter, tmp_path / "edited", **keys))
-    with pytest.raises(Exl3DflashError, match="does not read is_causal, sliding_window, unsorted target_layer_ids of"):
+    with pytest.raises(Exl3DflashError, match="does not heed is_causal, sliding_window, unsorted target_layer_ids of"):
         require_features(old, edited)
+    nested = {"mask_token_id": 260, "target_layer_ids": [0, 2, 3], "block_size": 4, "causal": False}
+    laguna = DrafterCheckpoint.open(make_family_drafter(tmp_path / "laguna", "laguna", dflash_config=nested))
+    with pytest.raises(Exl3DflashError, match="does not heed causal of"):
+        require_features(SimpleNamespace(), laguna)
 
 
 def test_cache_bits_and_gpu_split_reach_the_library(
