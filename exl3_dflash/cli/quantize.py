@@ -30,10 +30,25 @@ def quantize(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=f"The drafter: {PAIR_NAMES}.")],
     out: Annotated[Path, typer.Option("--out", help="Directory to create.")],
     target: Annotated[str | None, typer.Option("--target", help=f"The drafter's target: {PAIR_NAMES}.")] = None,
-    bits: Annotated[float, typer.Option("--bits", help="Bits per weight: 1 to 8, or 1.5, 2.5, 3.5.")] = 6.0,
+    bits: Annotated[
+        float | None, typer.Option("--bits", help="Bits per weight: any mean from 1.5 to 8, or 1.", show_default="6.0")
+    ] = None,
+    plan: Annotated[
+        str,
+        typer.Option(
+            "--plan", help="uniform; mixed: bits where they count; auto: uniform at the rates 1 to 8, 1.5, 2.5, 3.5."
+        ),
+    ] = "auto",
+    recipe: Annotated[
+        Path | None,
+        typer.Option("--recipe", help="YAML with the bits of every tensor, instead of --bits; see docs/mixed_bits.md."),
+    ] = None,
     head_bits: Annotated[
-        float, typer.Option("--head-bits", help="Bits of the drafter's own head; inert where it has none.")
-    ] = 8.0,
+        float | None,
+        typer.Option(
+            "--head-bits", help="Bits of the drafter's own head; inert where it has none.", show_default="8.0"
+        ),
+    ] = None,
     codebook: Annotated[str, typer.Option("--codebook", help="mul1, mcg or 3inst.")] = "mul1",
     encoder: Annotated[
         str,
@@ -92,15 +107,23 @@ def quantize(
     """Quantize a DFlash drafter to EXL3, calibrated by running its target."""
     set_verbosity(verbose, quiet)
     from exl3_dflash.conversion.job import quantize_drafter
-    from exl3_dflash.conversion.settings import JobSettings
+    from exl3_dflash.conversion.recipe import read_recipe
+    from exl3_dflash.conversion.settings import DEFAULT_BITS, DEFAULT_HEAD_BITS, JobSettings
     from exl3_dflash.progress import Reporter
 
+    if recipe is not None and (bits is not None or plan != "auto"):
+        raise typer.BadParameter("the recipe says the bits of every tensor", param_hint="--bits, --plan with --recipe")
+    given = read_recipe(recipe) if recipe is not None else None
+    if head_bits is None and given is not None:
+        head_bits = given.head_bits
     settings = JobSettings(
         source=source,
         target=target,
         out_dir=out,
-        bits=bits,
-        head_bits=head_bits,
+        bits=DEFAULT_BITS if bits is None else bits,
+        plan=plan,
+        recipe=given,
+        head_bits=DEFAULT_HEAD_BITS if head_bits is None else head_bits,
         codebook=codebook,
         encoder=encoder,
         out_scales=out_scales,

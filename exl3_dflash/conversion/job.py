@@ -21,6 +21,7 @@ import torch
 
 from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
 from exl3_dflash.conversion.calibrating import calibrate_job
+from exl3_dflash.conversion.deciding import Pair, decide_plan
 from exl3_dflash.conversion.encoding import encode_tensors
 from exl3_dflash.conversion.executor import Executor, make_executor
 from exl3_dflash.conversion.identity import UnchangedFiles, settings_digest, weights_digest
@@ -180,6 +181,10 @@ def _run_steps(
         assert drafter is not None
         assert rows is not None
         calibration = calibrate_job(settings, inputs.checkpoint, inputs.target, drafter, rows, work, reporter)
+    pair = None
+    if inputs.target is not None and drafter is not None and rows is not None:
+        pair = Pair(inputs.target, drafter, rows, calibration)
+    inputs = replace(inputs, plan=decide_plan(settings, inputs.checkpoint, inputs.plan, pair, work, reporter))
     quantized = encode_tensors(
         settings, inputs.checkpoint, inputs.plan, calibration, inputs.executor, work, reporter, inputs.unchanged.check
     )

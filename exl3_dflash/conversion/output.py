@@ -1,8 +1,9 @@
 """The output directory's tensors and metadata, laid out as ExLlamaV3's converter writes them.
 
 `config.json` is the source's, written so that ExLlamaV3 reads the facts that the drafter was measured with (the tap
-shift above all, see `drafter.export`), with `quantization_config` and our own facts under `exl3_dflash`. Files of the
-source that are neither weights nor metadata (its card, license, code) are carried along unchanged.
+shift above all, see `drafter.export`), with `quantization_config` and our own facts under `exl3_dflash`. `recipe.yaml`
+holds the bits of every linear, for `--recipe` and for ExLlamaV3's converter. Files of the source that are neither
+weights nor metadata (its card, license, code) are carried along unchanged.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from exl3_dflash.conversion.recipe import RECIPE_FILE, UNQUANTIZED_BITS, Recipe
 from exl3_dflash.conversion.report import QuantizeReport
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.config import DrafterConfig
 from exl3_dflash.drafter.export import exllamav3_config
+from exl3_dflash.drafter.layout import HEAD
 from quantize.audit import audit_directory
 from quantize.checkpoint import CheckpointWriter, QuantizationConfig
 from quantize.linear import QuantizedLinear
 
-REPLACED_FILES = {"config.json", "quantization_config.json", "quantize_report.json", "model.safetensors.index.json"}
+REPLACED_FILES = {
+    "config.json",
+    "quantization_config.json",
+    "quantize_report.json",
+    "model.safetensors.index.json",
+    RECIPE_FILE,
+}
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".ckpt", ".pth", ".pt", ".gguf"}
 CARRIED_FILE_LIMIT = 16 << 20  # bytes; anything larger beside the weights is no metadata
 
@@ -75,9 +84,10 @@ def write_output(
                 writer.add(stored_name, tensor)
     for path in carried_files(checkpoint.directory.path):
         writer.add_file(path.name, path.read_bytes())
+    writer.add_file(RECIPE_FILE, written_recipe(checkpoint, report).to_yaml())
     ran = report.calibration.mode == "target"
     quantization = QuantizationConfig(
-        bits=report.bits,
+        bits=report.mean_bits,
         head_bits=report.head_bits,
         codebook=report.codebook,
         out_scales=report.out_scales,
@@ -85,6 +95,18 @@ def write_output(
         calibration_cols=report.calibration.cols if ran else 0,
     )
     writer.set_config(drafter_config(checkpoint.config, report), quantization.to_dict())
+
+
+def written_recipe(checkpoint: DrafterCheckpoint, report: QuantizeReport) -> Recipe:
+    """The bits that every linear but the head got, by its name in the files."""
+    bits = dict.fromkeys(report.copied, float(UNQUANTIZED_BITS)) | {t.name: t.bits for t in report.tensors}
+    body = [linear.name for linear in checkpoint.linears if linear.name != HEAD]
+    return Recipe(
+        tensors={checkpoint.output_name(name): bits[name] for name in body},
+        target_bpw=report.bits,
+        achieved_bpw=report.mean_bits,
+        head_bits=report.head_bits,
+    )
 
 
 def audit_output(path: Path, checkpoint: DrafterCheckpoint, quantized: Mapping[str, QuantizedLinear]) -> None:

@@ -3,15 +3,21 @@
 Sizes follow the format: a quantized linear stores `bits` per padded weight, two FP16 scale vectors and a marker; copied
 tensors keep their source type. The time is the number of tiles times the time of a tile, measured on this machine just
 before the job with the job's own encoder, times the work of the scale search.
+
+Bits come from a uniform rate, from a recipe, or, for a mixed plan, from what calibration saw (`conversion.deciding`):
+until then a mixed plan is undecided, and its bits are the upper bounds that sizes and time are reckoned with.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from exl3_dflash.conversion.allocation import plan_rates
+from exl3_dflash.conversion.recipe import UNQUANTIZED_BITS, RecipeTensor, resolve_recipe
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint, LinearSpec
 from exl3_dflash.drafter.dialects import LAGUNA
@@ -46,20 +52,37 @@ class TensorPlan:
         return self.linear.in_features * self.linear.out_features
 
     @property
+    def stored_weights(self) -> int:
+        """Weights of the layer, padding included: what ExLlamaV3 averages bits over."""
+        return padded(self.linear.in_features) * padded(self.linear.out_features)
+
+    @property
     def tiles(self) -> int:
         """16 x 16 tiles, padding included."""
-        return padded(self.linear.in_features) * padded(self.linear.out_features) // TILE_WEIGHTS
+        return self.stored_weights // TILE_WEIGHTS
 
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """A whole job: `tensors` are its linears, `copied_bytes` everything that is not a linear."""
+    """A whole job.
+
+    Attributes:
+        tensors: its linears.
+        copied_bytes: everything that is not a linear.
+        source_bytes: of all tensors of the source.
+        has_head: whether the drafter has a head of its own.
+        loader_note: what ExLlamaV3 does differently; may be empty.
+        decided: false while the bits of a mixed plan are upper bounds.
+        predicted_retention: share of the accept length that is expected to remain; None where it is not predicted.
+    """
 
     tensors: tuple[TensorPlan, ...]
     copied_bytes: int
     source_bytes: int
     has_head: bool
     loader_note: str
+    decided: bool = True
+    predicted_retention: float | None = None
 
     @property
     def quantized(self) -> tuple[TensorPlan, ...]:
@@ -70,6 +93,12 @@ class QuantizationPlan:
     def body(self) -> tuple[TensorPlan, ...]:
         """The quantized tensors without the head, over which bits per weight are counted."""
         return tuple(tensor for tensor in self.quantized if tensor.linear.name != HEAD)
+
+    @property
+    def mean_bits(self) -> float:
+        """Mean bits of the body's codes, scales apart: what `--bits` budgets and ExLlamaV3 calls `bits`."""
+        weights = sum(tensor.stored_weights for tensor in self.body)
+        return sum(tensor.stored_weights * (tensor.bits or 0) for tensor in self.body) / weights if weights else 0.0
 
     @property
     def bpw(self) -> float:
@@ -108,9 +137,24 @@ def seconds_per_tile(bits: float, codebook: str, threads: int, encoder: str) -> 
     return (time.perf_counter() - start) / len(tiles)
 
 
-def make_plan(checkpoint: DrafterCheckpoint, settings: JobSettings) -> QuantizationPlan:
-    """Decide bits and storage of every tensor of the drafter."""
-    tensors = tuple(_plan_linear(checkpoint, linear, settings) for linear in checkpoint.linears)
+def make_plan(
+    checkpoint: DrafterCheckpoint, settings: JobSettings, bits: Mapping[str, float] | None = None
+) -> QuantizationPlan:
+    """Decide bits and storage of every tensor of the drafter.
+
+    Args:
+        checkpoint: the drafter.
+        settings: of the job.
+        bits: by linear, for a mixed plan that is decided; other linears get the settings' bits.
+
+    Raises:
+        Exl3DflashError: the recipe does not fit the drafter.
+    """
+    recipe = _recipe_bits(checkpoint, settings)
+    chosen = recipe if bits is None else bits
+    upper = min((rate for rate in plan_rates(settings.codebook) if rate >= settings.bits), default=settings.bits)
+    uniform = upper if settings.mixes_bits else settings.bits
+    tensors = tuple(_plan_linear(checkpoint, linear, settings, chosen, uniform) for linear in checkpoint.linears)
     covered = {f"{t.linear.name}.weight" for t in tensors} | {f"{t.linear.name}.bias" for t in tensors}
     copied = sum(checkpoint.nbytes(name) for name in checkpoint.tensor_names() if name not in covered)
     return QuantizationPlan(
@@ -119,7 +163,21 @@ def make_plan(checkpoint: DrafterCheckpoint, settings: JobSettings) -> Quantizat
         source_bytes=checkpoint.directory.nbytes(),
         has_head=checkpoint.has_head,
         loader_note="; ".join(loader_notes(checkpoint)),
+        decided=not settings.mixes_bits or bits is not None,
     )
+
+
+def _recipe_bits(checkpoint: DrafterCheckpoint, settings: JobSettings) -> dict[str, float]:
+    """Bits by linear as the recipe says; empty without one."""
+    if settings.recipe is None:
+        return {}
+    body = [linear for linear in checkpoint.linears if linear.name != HEAD]
+    tensors = [
+        RecipeTensor(checkpoint.output_name(linear.name), copy_reason(linear, checkpoint.config.hidden_size))
+        for linear in body
+    ]
+    bits = resolve_recipe(settings.recipe, tensors, settings.codebook)
+    return {linear.name: bits[checkpoint.output_name(linear.name)] for linear in body}
 
 
 def copy_reason(linear: LinearSpec, hidden_size: int) -> str:
@@ -161,13 +219,21 @@ def loader_notes(checkpoint: DrafterCheckpoint) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _plan_linear(checkpoint: DrafterCheckpoint, linear: LinearSpec, settings: JobSettings) -> TensorPlan:
+def _plan_linear(
+    checkpoint: DrafterCheckpoint,
+    linear: LinearSpec,
+    settings: JobSettings,
+    chosen: Mapping[str, float],
+    uniform: float,
+) -> TensorPlan:
     reason = copy_reason(linear, checkpoint.config.hidden_size)
+    bits = chosen.get(linear.name, settings.head_bits if linear.name == HEAD else uniform)
+    if not reason and bits == UNQUANTIZED_BITS:
+        reason = "the recipe leaves it unquantized"
     bias_bytes = 2 * padded(linear.out_features) if linear.bias else 0
     if reason:
         stored = checkpoint.nbytes(f"{linear.name}.weight") + bias_bytes
         return TensorPlan(linear, None, reason, stored)
-    bits = settings.head_bits if linear.name == HEAD else settings.bits
     rows, columns = padded(linear.in_features), padded(linear.out_features)
     marker_bytes = 0 if settings.codebook == "3inst" else 4
     stored = int(rows * columns * bits) // 8 + 2 * (rows + columns) + marker_bytes + bias_bytes
@@ -175,17 +241,27 @@ def _plan_linear(checkpoint: DrafterCheckpoint, linear: LinearSpec, settings: Jo
 
 
 def describe(plan: QuantizationPlan, settings: JobSettings, seconds: float) -> str:
-    """The plan as a table for the person who waits."""
+    """The plan as a table for the person who waits; `seconds` of encoding."""
     lines = [f"{'tensor':<34} {'in x out':>15} {'bits':>5} {'KiB':>9}"]
     for tensor in plan.tensors:
         shape = f"{tensor.linear.in_features} x {tensor.linear.out_features}"
         bits = "copy" if tensor.bits is None else f"{tensor.bits:g}"
+        if not plan.decided and tensor in plan.body:
+            bits = "?"
         lines.append(f"{tensor.linear.name:<34} {shape:>15} {bits:>5} {tensor.stored_bytes / 1024:>9,.0f}")
     lines += [f"  {tensor.linear.name} is copied: {tensor.reason}" for tensor in plan.tensors if tensor.reason]
+    most = "" if plan.decided else "at most "
     lines.append(
-        f"{plan.source_bytes / 2**20:,.1f} MiB -> {plan.total_bytes / 2**20:,.1f} MiB, {plan.bpw:.2f} bpw, "
+        f"{plan.source_bytes / 2**20:,.1f} MiB -> {most}{plan.total_bytes / 2**20:,.1f} MiB, {plan.bpw:.2f} bpw, "
         f"codebook {settings.codebook}; encoding takes about {format_seconds(seconds)}"
     )
+    if not plan.decided:
+        lines.append(f"a mixed plan of {settings.bits:g} bits on average is made after calibration")
+    if plan.predicted_retention is not None:
+        lines.append(
+            f"{plan.mean_bits:.3f} bits on average; predicted to retain {100 * plan.predicted_retention:.1f} % of the "
+            "accept length"
+        )
     if plan.loader_note:
         lines.append(f"note: {plan.loader_note}")
     if not plan.has_head:

@@ -52,7 +52,9 @@ class CalibrationReport:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The whole job; `bits` is what was asked for, `bpw` what is stored per weight, `probe` how settings were chosen
+    """The whole job; `bits` is what was asked for, `mean_bits` what the codes of the body have on average
+    (equal unless bits are mixed), `bpw` what is stored per weight, scales included, `predicted_retention` the share of
+    the accept length that was expected to remain before anything was encoded, `probe` how settings were chosen
     that the checkpoint leaves open (`measure.probe`), `accept_length` is teacher-forced on held-out rows; both null
     where nothing was measured."""
 
@@ -62,6 +64,7 @@ class QuantizeReport:
     source_sha256: str
     target: str | None
     bits: float
+    mean_bits: float
     bpw: float
     head_bits: float
     head_quantized: bool
@@ -77,6 +80,7 @@ class QuantizeReport:
     tap_shift: int
     probe: dict[str, Any] | None
     accept_length: dict[str, float] | None
+    predicted_retention: float | None
     fidelity: dict[str, Any] | None
     seed: int
     versions: dict[str, str]

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from exl3_dflash.conversion.recipe import Recipe
 from exl3_dflash.errors import Exl3DflashError
 from quantize.codebook import CODEBOOKS
 from quantize.encoder import ENCODERS
@@ -14,6 +15,9 @@ from quantize.trellis import SUPPORTED_BITS
 
 CALIBRATIONS = ("target", "none")
 METHODS = ("two-sided", "one-sided")
+PLANS = ("auto", "uniform", "mixed")
+DEFAULT_BITS, DEFAULT_HEAD_BITS = 6.0, 8.0
+LEAST_MEAN_BITS = 1.5
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,9 @@ class JobSettings:
         source: the drafter: a directory, a Hugging Face id or `demo`.
         target: its target, named likewise; None only with calibration "none".
         out_dir: the directory to create.
-        bits: bits per weight of every quantized linear but the head.
+        bits: mean bits per weight of the quantized linears, the head apart; with a recipe it says nothing.
+        plan: all linears alike (`uniform`), bits where they count (`mixed`), or `auto`: uniform where `bits` is a rate.
+        recipe: the bits of every linear, instead of a plan.
         head_bits: bits per weight of the drafter's own head, if it has one.
         codebook: `mul1`, `mcg` or `3inst`.
         encoder: the tile search: `fast` or `exact`.
@@ -46,8 +52,10 @@ class JobSettings:
     source: str
     target: str | None
     out_dir: Path
-    bits: float = 6.0
-    head_bits: float = 8.0
+    bits: float = DEFAULT_BITS
+    plan: str = "auto"
+    recipe: Recipe | None = None
+    head_bits: float = DEFAULT_HEAD_BITS
     codebook: str = "mul1"
     encoder: str = "fast"
     out_scales: str = "auto"
@@ -74,6 +82,16 @@ class JobSettings:
         """The work directory."""
         return self.work_dir or self.out_dir.parent / f"{self.out_dir.name}.work"
 
+    @property
+    def mixes_bits(self) -> bool:
+        """Whether bits are decided tensor by tensor, after calibration."""
+        return self.recipe is None and (self.plan == "mixed" or (self.plan == "auto" and not self._bits_are_a_rate))
+
+    @property
+    def _bits_are_a_rate(self) -> bool:
+        """Whether every tensor can have `bits`."""
+        return self.bits in SUPPORTED_BITS and (self.bits == int(self.bits) or self.codebook == "mul1")
+
     def binding(self) -> dict[str, Any]:
         """The settings that make the result what it is, as plain data."""
         return {name: value for name, value in asdict(self).items() if name not in FREE_SETTINGS}
@@ -84,8 +102,10 @@ class JobSettings:
         _check_choice("--out-scales", self.out_scales, OUT_SCALES)
         _check_choice("--calibration", self.calibration, CALIBRATIONS)
         _check_choice("--method", self.method, METHODS)
-        for option, bits in (("--bits", self.bits), ("--head-bits", self.head_bits)):
-            _check_bits(option, bits, self.codebook)
+        _check_choice("--plan", self.plan, PLANS)
+        _check_bits("--head-bits", self.head_bits, self.codebook)
+        if self.recipe is None:
+            self._check_mean_bits()
         for option, value, least in (
             ("--cal-rows", self.cal_rows, 1),
             ("--cal-cols", self.cal_cols, 32),
@@ -98,6 +118,16 @@ class JobSettings:
                 "--target is missing",
                 expected="the target that the drafter was trained for",
                 fix="give --target, or --calibration none to quantize without calibration",
+            )
+
+    def _check_mean_bits(self) -> None:
+        if self.plan == "uniform":
+            _check_bits("--bits", self.bits, self.codebook)
+        elif self.mixes_bits and not LEAST_MEAN_BITS <= self.bits <= max(SUPPORTED_BITS):
+            raise Exl3DflashError(
+                f"--bits {self.bits:g}",
+                expected=f"an average from {LEAST_MEAN_BITS:g} to {max(SUPPORTED_BITS)}, or 1",
+                fix=f"give --bits {min(max(self.bits, LEAST_MEAN_BITS), max(SUPPORTED_BITS)):g}",
             )
 
 

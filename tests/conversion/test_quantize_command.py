@@ -137,7 +137,7 @@ def test_head_bits_are_inert_without_a_head_and_count_with_one(capsys, pair, tmp
     ("options", "said"),
     [
         (("--bits", 9), "--bits 9"),
-        (("--bits", 2.5, "--codebook", "mcg"), "mul1 codebook"),
+        (("--bits", 2.5, "--codebook", "mcg", "--plan", "uniform"), "mul1 codebook"),
         (("--codebook", "mul2"), "'mul2'"),
         (("--cal-rows", 0), "--cal-rows 0"),
         (("--calibration", "maybe"), "'maybe'"),
@@ -214,4 +214,5 @@ def test_source_files_go_along(capsys, pair, tmp_path: Path) -> None:
     assert code == 0, stderr
     assert (out / "LICENSE").read_text() == "MIT"
     names = {path.name for path in out.iterdir()}
-    assert names == {"LICENSE", "config.json", "model.safetensors", "quantization_config.json", "quantize_report.json"}
+    ours = {"config.json", "model.safetensors", "quantization_config.json", "quantize_report.json", "recipe.yaml"}
+    assert names == {"LICENSE", *ours}

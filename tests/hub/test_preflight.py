@@ -33,7 +33,7 @@ def test_tensors_that_are_written_under_other_names(tmp_path: Path, run: Run) ->
     out = tmp_path / "out"
     quantize_drafter(JobSettings(str(source), None, out, bits=2, calibration="none", threads=1))
     assert run("card", out, "--license", "mit", "-q")[0] == 0
-    assert len(check_directory(out).files) == 5
+    assert len(check_directory(out).files) == 6
 
 
 @pytest.mark.parametrize(

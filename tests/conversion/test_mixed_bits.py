@@ -1,0 +1,157 @@
+"""Jobs whose bits differ by tensor: mixed plans and recipes, end to end on a tiny pair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from exl3_dflash.cli.app import main
+from exl3_dflash.conversion.allocation import PLAN_RATES, bit_groups
+from tests.tiny_models import make_tiny_drafter
+from tests.tiny_targets import make_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, again and again.\n\n" * 60)
+    return make_tiny_llama(folder / "target"), make_tiny_drafter(folder / "drafter", num_hidden_layers=1)
+
+
+def run(capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], out: Path, *more: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a small calibrated job."""
+    target, drafter = pair
+    data = target.parent / "text.txt"
+    sizes = ("--cal-data", data, "--cal-rows", 4, "--cal-cols", 64, "--eval-rows", 2, "--threads", 1)
+    arguments = ("quantize", drafter, "--target", target, "--out", out, *sizes, "--json", *more)
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return int(stop.value.code or 0), captured.out, captured.err
+
+
+def bits_of(report: dict[str, Any]) -> dict[str, float]:
+    return {tensor["name"]: tensor["bits"] for tensor in report["tensors"]}
+
+
+@pytest.fixture(scope="module")
+def mixed(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a job at 2.25 bits on average."""
+    out = tmp_path_factory.mktemp("mixed") / "out"
+    target, drafter = pair
+    data = target.parent / "text.txt"
+    sizes = ["--cal-data", str(data), "--cal-rows", "4", "--cal-cols", "64", "--eval-rows", "2", "--threads", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(["quantize", str(drafter), "--target", str(target), "--out", str(out), *sizes, "-q", "--bits", "2.25"])
+    assert not stop.value.code
+    return out
+
+
+def test_a_mean_that_is_no_rate_mixes_rates_within_the_budget(mixed: Path) -> None:
+    report = json.loads((mixed / "quantize_report.json").read_text())
+    bits = bits_of(report)
+    assert set(bits.values()) <= set(PLAN_RATES)
+    assert len(set(bits.values())) > 1
+    assert all(len({bits[name] for name in group}) == 1 for group in bit_groups(bits))
+    assert report["bits"] == 2.25
+    assert 2.0 < report["mean_bits"] <= 2.25
+    assert 0.0 < report["predicted_retention"] <= 1.5
+    config = json.loads((mixed / "config.json").read_text())
+    assert config["quantization_config"]["bits"] == round(report["mean_bits"], 2)
+    storage = json.loads((mixed / "quantization_config.json").read_text())["tensor_storage"]
+    stored = {name: entry["bits_per_weight"] for name, entry in storage.items() if "bits_per_weight" in entry}
+    assert stored == bits
+
+
+def test_the_recipe_of_a_job_makes_the_same_file_again(capsys, pair, mixed: Path, tmp_path: Path) -> None:
+    code, stdout, stderr = run(capsys, pair, tmp_path / "again", "--recipe", mixed / "recipe.yaml")
+    assert code == 0, stderr
+    report, first = json.loads(stdout), json.loads((mixed / "quantize_report.json").read_text())
+    assert bits_of(report) == bits_of(first)
+    assert report["mean_bits"] == report["bits"] == first["mean_bits"]
+    assert report["predicted_retention"] == first["predicted_retention"]
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (mixed / "model.safetensors").read_bytes()
+
+
+def test_the_plan_is_shown_before_encoding_and_kept_for_resuming(
+    capsys, pair, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("exl3_dflash.conversion.job.encode_tensors", interrupt)
+        code, _, stderr = run(capsys, pair, out, "--bits", 2.25)
+    assert code == 130
+    assert "a mixed plan of 2.25 bits on average is made after calibration" in stderr
+    assert "predicted to retain" in stderr
+
+    never = "exl3_dflash.conversion.deciding.expect_error"
+    monkeypatch.setattr(never, lambda *_: pytest.fail("the plan was made again"))
+    code, stdout, stderr = run(capsys, pair, out, "--bits", 2.25, "--resume")
+    assert code == 0, stderr
+    assert bits_of(json.loads(stdout)) == bits_of(json.loads((mixed / "quantize_report.json").read_text()))
+
+
+def test_a_rate_is_uniform_unless_a_mixed_plan_is_asked_for(capsys, pair, tmp_path: Path) -> None:
+    code, stdout, _ = run(capsys, pair, tmp_path / "uniform", "--bits", 3, "-q")
+    assert code == 0
+    report = json.loads(stdout)
+    assert set(bits_of(report).values()) == {3}
+    assert report["mean_bits"] == 3
+    assert report["predicted_retention"] is not None
+    recipe = yaml.safe_load((tmp_path / "uniform" / "recipe.yaml").read_text())
+    assert recipe == {"target_bpw": 3, "achieved_bpw": 3, "head_bits": 8, "tensors": bits_of(report) | {"fc": 16}}
+
+
+def test_without_calibration_a_mixed_plan_predicts_nothing(capsys, pair, tmp_path: Path) -> None:
+    options = ["--calibration", "none", "--codebook", "mcg", "--bits", "2.4", "--json", "-q", "--threads", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(["quantize", str(pair[1]), "--out", str(tmp_path / "o"), *options])
+    assert not stop.value.code
+    report = json.loads(capsys.readouterr().out)
+    assert set(bits_of(report).values()) <= {1, 2, 3, 4, 5, 6, 8}
+    assert 2.0 <= report["mean_bits"] <= 2.4
+    assert report["predicted_retention"] is None
+
+
+def test_wildcards_head_bits_and_unquantized_tensors(capsys, tmp_path: Path, pair) -> None:
+    drafter = make_tiny_drafter(tmp_path / "with-head", num_hidden_layers=1, optional=["lm_head.weight"])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('head_bits: 5\ntensors:\n  "*": 2\n  "layers.0.mlp.*": 3.5\n  layers.0.self_attn.o_proj: 16\n')
+    code, stdout, stderr = run(capsys, (pair[0], drafter), tmp_path / "out", "--recipe", recipe)
+    assert code == 0, stderr
+    report = json.loads(stdout)
+    bits = bits_of(report)
+    assert (bits["layers.0.self_attn.q_proj"], bits["layers.0.mlp.down_proj"], bits["lm_head"]) == (2, 3.5, 5)
+    assert report["copied"]["layers.0.self_attn.o_proj"] == "the recipe leaves it unquantized"
+    written = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert written["tensors"]["layers.0.self_attn.o_proj"] == 16
+    assert "lm_head" not in written["tensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--bits", 1.2), 1, "--bits 1.2"),
+        (("--bits", 8.5), 1, "--bits 8.5"),
+        (("--bits", 2.25, "--plan", "uniform"), 1, "use the nearest, 2"),
+        (("--plan", "even"), 1, "'even'"),
+        (("--recipe", "RECIPE", "--bits", 3), 2, "the recipe says the bits"),
+        (("--recipe", "RECIPE"), 1, "layers.9.mlp.up_proj matches no tensor"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(capsys, pair, tmp_path: Path, options, code: int, said: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('tensors: {"*": 3, layers.9.mlp.up_proj: 2}\n')
+    given = [recipe if option == "RECIPE" else option for option in options]
+    found, stdout, stderr = run(capsys, pair, tmp_path / "o", "-q", *given)
+    assert (found, stdout) == (code, "")
+    assert said in " ".join(stderr.split())
+    assert list(tmp_path.iterdir()) == [recipe]
