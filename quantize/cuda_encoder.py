@@ -31,7 +31,7 @@ from torch import Tensor
 
 from quantize.codebook import codebook_table
 from quantize.cuda_extension import load_extension
-from quantize.cuda_plan import SCRATCH_SHARE
+from quantize.cuda_plan import SCRATCH_SHARE, scratch_bytes
 from quantize.encoder import encode_tiles
 from quantize.errors import Exl3DflashError
 from quantize.trellis import TILE_WEIGHTS, check_bits, position_bits
@@ -114,15 +114,6 @@ def make_scratch(extension: ModuleType, device: torch.device, bits: float, codeb
     return costs, torch.empty(wave, TILE_WEIGHTS, nodes, dtype=torch.int16, device=device)
 
 
-def scratch_bytes(bits: float, wave: int, dense: bool) -> int:
-    """Bytes of scratch that a wave of tiles takes, by the kind of kernel."""
-    narrow = position_bits(bits)[0]
-    nodes = 65536 >> narrow
-    if dense:
-        return 2 + wave * TILE_WEIGHTS * (nodes // 8 if narrow == 1 else nodes)
-    return wave * (TILE_WEIGHTS + 2) * nodes * 2
-
-
 def _kernel_of(extension: ModuleType, device: torch.device, bits: float, codebook: str) -> tuple[bool, int]:
     """Whether the dense kernel runs, and how many tiles the GPU works on at once."""
     offered = dir(extension)
@@ -133,15 +124,16 @@ def _kernel_of(extension: ModuleType, device: torch.device, bits: float, codeboo
                 expected="a version with half rates",
                 fix="pip install --upgrade exllamav3 (1.6.5 has them), or use a whole number of bits",
             )
-        return False, 2 * _multiprocessors(device)
+        return False, wave_tiles(device)
     if "quantize_tiles_scratch" not in offered:
-        return False, min(2 * _multiprocessors(device), LEGACY_WAVE)
+        return False, min(wave_tiles(device), LEGACY_WAVE)
     mcg, mul1 = codebook == "mcg", codebook == "mul1"
     return extension.quantize_tiles_scratch(device.index or 0, int(bits), mcg, mul1, TILE_WEIGHTS)
 
 
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def wave_tiles(device: torch.device) -> int:
+    """Tiles that a GPU codes at once: two on a multiprocessor (some kernels: up to eight)."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _memory(device: torch.device) -> int:

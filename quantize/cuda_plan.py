@@ -1,18 +1,19 @@
 """How many layers are quantized at once on a GPU: their memory and their work, known before anything is moved.
 
 Memory of one layer, with P = 4 bytes of in x out, I of in x in and O of out x out (padded; I and O only where that
-side's Hessian is known). `quantize_linear` holds, at its three summits,
+side's Hessian is known). `quantize_linear` holds, at its four summits,
 
-    factoring the inputs' metric    2 P + 3 I              weight, rotated weight; Hessian, metric, factor
+    factoring the inputs' metric    2 P + 3 I          weight, rotated weight; Hessian, metric, factor
     factoring the outputs' metric   2 P + 2 I + 3 O
-    fitting the scales              7 P + 2 I + 2 O + max(I, O)    six products of W's shape, one of a side's
+    feeding errors back             4 P + 2 I + 2 O    weight; error, carried error, coded weight; Hessians, factors
+    fitting the scales              5 P + I + O + 7/4 max(I, O)    three products of W's shape; one of a side's
 
-counted operation by operation (`tests/quantize/memory_meter.py`). Beside them a GPU holds the encoder's scratch
-(at most `SCRATCH_SHARE`), the tiles of one call, and what CUDA itself takes: `RESERVED`.
+counted operation by operation (`tests/quantize/memory_meter.py`). Beside them a GPU holds the encoder's scratch (for as
+many tiles as it codes at once, within `SCRATCH_SHARE`), the tiles of one call, and what CUDA itself takes (`RESERVED`).
 
 Work: a layer's error feedback codes it in steps, each of some tiles. Layers are joined in a batch (`cuda_batch`), in
-the order in which they come, until its steps have as many tiles as the GPU codes at once or its memory is full. A layer
-that no GPU can hold is for the CPU. The result of a layer depends on none of this.
+the order in which they come, until its steps have `WAVES` times the tiles that the GPU codes at once, or its memory is
+full. A layer that no GPU can hold is for the CPU. The result of a layer depends on none of this.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from quantize.hadamard import padded_features
-from quantize.trellis import TILE
+from quantize.trellis import TILE, TILE_WEIGHTS, position_bits
 
 Layer = TypeVar("Layer")
 RESERVED = 1 << 30  # CUDA context and libraries, tiles of one call, rounding of the allocator
 SCRATCH_SHARE = 8  # the encoder's scratch takes at most one part in eight of a GPU's memory
+WAVES = 2  # of tiles that a step of a batch should have, so that the idle blocks of the last one weigh little
 
 
 @dataclass(frozen=True)
@@ -69,38 +71,49 @@ class LayerShape:
         return max(
             2 * weight + 3 * inputs,
             2 * weight + 2 * inputs + 3 * outputs,
-            7 * weight + 2 * inputs + 2 * outputs + max(inputs, outputs),
+            4 * weight + 2 * inputs + 2 * outputs,
+            5 * weight + inputs + outputs + 7 * max(inputs, outputs) // 4,
         )
 
 
-def working_memory(free_bytes: int, total_bytes: int) -> int:
-    """What layers may take of a GPU's memory of which `free_bytes` are free."""
-    return free_bytes - RESERVED - total_bytes // SCRATCH_SHARE
+def scratch_bytes(bits: float, wave: int, dense: bool = False) -> int:
+    """Bytes of scratch that the encoder takes for a wave of tiles, by the kind of kernel (see `cuda_encoder`)."""
+    narrow = position_bits(bits)[0]
+    nodes = 65536 >> narrow
+    if dense:
+        return 2 + wave * TILE_WEIGHTS * (nodes // 8 if narrow == 1 else nodes)
+    return wave * (TILE_WEIGHTS + 2) * nodes * 2
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch may be.
+    """What a batch may be on one GPU.
 
     Attributes:
-        memory: bytes that its layers may take, from `working_memory`.
-        tiles_at_once: tiles per step from which on the GPU is busy.
+        free_bytes, total_bytes: of its memory.
+        wave: tiles that it codes at once.
     """
 
-    memory: int
-    tiles_at_once: int
+    free_bytes: int
+    total_bytes: int
+    wave: int
+
+    def room(self, bits: float) -> int:
+        """What layers of a rate may take of its memory."""
+        scratch = min(scratch_bytes(bits, self.wave), self.total_bytes // SCRATCH_SHARE)
+        return self.free_bytes - RESERVED - scratch
 
     def hold(self, layer: LayerShape) -> bool:
         """Whether a layer fits at all."""
-        return layer.peak_bytes() <= self.memory
+        return layer.peak_bytes() <= self.room(layer.bits)
 
     def admit(self, batch: Sequence[LayerShape], layer: LayerShape) -> bool:
-        """Whether a layer may join a batch: of its rate, within the memory, while the GPU is not busy yet."""
+        """Whether a layer may join a batch: of its rate, within the memory, while a step has too few tiles."""
         if not batch:
             return True
         memory = sum(member.peak_bytes() for member in batch) + layer.peak_bytes()
         tiles = sum(member.tiles_per_step for member in batch)
-        return batch[0].bits == layer.bits and memory <= self.memory and tiles < self.tiles_at_once
+        return batch[0].bits == layer.bits and memory <= self.room(layer.bits) and tiles < WAVES * self.wave
 
 
 def join(

@@ -17,13 +17,13 @@ import torch
 from exl3_dflash.conversion.executor import LinearTask, Result
 from exl3_dflash.target.placement import choose_device
 from quantize.cuda_batch import run_together
-from quantize.cuda_plan import BatchLimits, LayerShape, join, working_memory
+from quantize.cuda_encoder import wave_tiles
+from quantize.cuda_plan import BatchLimits, LayerShape, join
 from quantize.cuda_requirements import kernel_problem
 
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-TILES_PER_MULTIPROCESSOR = 4  # of a step: two waves of the two that one codes at once
 
 
 class DeviceExecutor:
@@ -106,6 +106,5 @@ def encoding_devices(device: str) -> tuple[torch.device, ...]:
 def device_limits(devices: Sequence[torch.device]) -> BatchLimits:
     """Limits of a batch that every one of these CUDA devices can take, by what is free on them now."""
     torch.cuda.empty_cache()  # what calibration left is free as well
-    memory = min(working_memory(*torch.cuda.mem_get_info(device)) for device in devices)
-    processors = max(torch.cuda.get_device_properties(device).multi_processor_count for device in devices)
-    return BatchLimits(memory, TILES_PER_MULTIPROCESSOR * processors)
+    free, total = min(torch.cuda.mem_get_info(device) for device in devices)
+    return BatchLimits(free, total, max(wave_tiles(device) for device in devices))

@@ -13,7 +13,7 @@ from exl3_dflash.conversion.device_executor import DeviceExecutor, encoding_devi
 from exl3_dflash.conversion.executor import InProcess, LinearTask, ProcessExecutor, make_executor
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target import placement
-from quantize.cuda_plan import BatchLimits
+from quantize.cuda_plan import RESERVED, BatchLimits, LayerShape, scratch_bytes
 from quantize.linear import QuantSettings
 from tests.quantize.gpu_stand_in import GPU, EncoderStub, fake_gpu, run_on_fake_gpu
 from tests.quantize.layer_samples import correlated_rows, hessian_of, uneven_weight
@@ -25,6 +25,11 @@ def task(name: str, rows: int, bits: float = 8) -> LinearTask:
     settings = QuantSettings(bits=bits, encoder="exact", threads=1, seed=len(name))
     hessian = hessian_of(correlated_rows(256, rows))
     return LinearTask(name, uneven_weight(rows, 128), hessian, None, torch.ones(128), settings)
+
+
+def with_room_for(shape: LayerShape, wave: int) -> BatchLimits:
+    """A GPU that holds just this layer."""
+    return BatchLimits(shape.peak_bytes() + RESERVED + scratch_bytes(shape.bits, wave), 1 << 40, wave)
 
 
 def test_results_are_those_of_the_cpu_and_tensors_share_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +51,7 @@ def test_results_are_those_of_the_cpu_and_tensors_share_calls(monkeypatch: pytes
 
 def test_too_large_tensors_go_to_the_cpu_and_the_rest_to_any_free_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = [task("a", 256), *(task(name, 128) for name in "bcde")]
-    limits = BatchLimits(shape_of(tasks[1]).peak_bytes(), 512)
+    limits = with_room_for(shape_of(tasks[1]), wave=1)
     monkeypatch.setattr(device_executor, "device_limits", lambda devices: limits)
     three, seen = threading.Barrier(3, timeout=20), []
 
@@ -70,7 +75,9 @@ def test_only_batches_in_progress_are_made(monkeypatch: pytest.MonkeyPatch) -> N
             made.append(name)
             yield task(name, 128)
 
-    monkeypatch.setattr(device_executor, "device_limits", lambda devices: BatchLimits(1 << 30, 1))
+    monkeypatch.setattr(
+        device_executor, "device_limits", lambda devices: with_room_for(shape_of(task("x", 128)), wave=1)
+    )
     monkeypatch.setattr(device_executor, "encode_batch", lambda batch, device, stop: [(batch[0].name, None)])
     results = DeviceExecutor([GPU]).run(tasks())
     assert next(results)[0] == "a"
@@ -95,7 +102,9 @@ def test_closing_early_ends_the_work_at_its_next_step(monkeypatch: pytest.Monkey
             ended.set()
         return [(batch[0].name, None)]
 
-    monkeypatch.setattr(device_executor, "device_limits", lambda devices: BatchLimits(1 << 30, 1))
+    monkeypatch.setattr(
+        device_executor, "device_limits", lambda devices: with_room_for(shape_of(task("x", 128)), wave=1)
+    )
     monkeypatch.setattr(device_executor, "encode_batch", encode_batch)
     results = DeviceExecutor(DEVICES).run(task(name, 128) for name in "abc")
     assert next(results)[0] == "a"

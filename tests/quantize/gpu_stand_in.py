@@ -28,6 +28,7 @@ from quantize.encoder import encode_tiles
 from quantize.hadamard import hadamard_matrix
 
 GPU = torch.device("cuda:0")
+_real_tensor = torch.tensor
 CPU = torch.device("cpu")
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default)
 
@@ -49,6 +50,9 @@ class GpuTensor(Tensor):
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,12 +183,19 @@ class EncoderStub(ModuleType):
         self.calls.append((len(tiles), bits, codebook))
 
 
+def _tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    """torch.tensor, which no mode sees: a CPU tensor, moved."""
+    made = _real_tensor(*args, **kwargs)
+    return made if device is None else made.to(device)
+
+
 @contextmanager
 def fake_gpu(extension: EncoderStub, memory: int = 12 << 30, multiprocessors: int = 28) -> Iterator[EncoderStub]:
     """A machine with GPUs (RTX 3060 by default) whose kernels are those of `extension`."""
     properties = SimpleNamespace(multi_processor_count=multiprocessors, total_memory=memory)
     with ExitStack() as stack:
         for owner, name, stand_in in (
+            (torch, "tensor", _tensor),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "empty_cache", lambda: None),
             (torch.cuda, "get_device_properties", lambda device: properties),

@@ -7,7 +7,8 @@ import torch
 
 from quantize import cuda_encoder
 from quantize.coder import TileCoder
-from quantize.cuda_encoder import encode_tiles_on_gpu, make_scratch, scratch_bytes
+from quantize.cuda_encoder import encode_tiles_on_gpu, make_scratch
+from quantize.cuda_plan import scratch_bytes
 from quantize.encoder import encode_tiles
 from quantize.errors import Exl3DflashError
 from quantize.trellis import SUPPORTED_BITS, tiles_to_weight, unpack_states

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantize import coder
-from quantize.cuda_plan import RESERVED, BatchLimits, LayerShape, join, working_memory
+from quantize.cuda_plan import RESERVED, BatchLimits, LayerShape, join, scratch_bytes
 from quantize.hessian import Hessian
 from quantize.linear import QuantSettings, quantize_linear
 
@@ -35,7 +35,7 @@ def copied(hessian: Hessian) -> Hessian:
         (512, 512, True, True),
         (1024, 256, True, True),
         (256, 1024, True, True),
-        (640, 640, True, False),
+        (1024, 1024, True, False),
         (1024, 256, True, False),
         (256, 1024, False, True),
     ],
@@ -54,7 +54,7 @@ def test_memory_is_what_the_formula_says(
         quantize_linear(weight, given[0], QuantSettings(bits=4, threads=1), output_hessian=given[1])
     planned = LayerShape(rows, columns, 4, inputs, outputs).peak_bytes()
     print(f"{rows} x {columns} {inputs} {outputs}: measured {meter.peak / planned:.3f} of the plan", end=" ")
-    assert 0.8 * planned < meter.peak < 1.05 * planned
+    assert 0.8 * planned < meter.peak < 1.08 * planned
 
 
 def drafter_of_qwen36_27b() -> list[LayerShape]:
@@ -66,37 +66,33 @@ def drafter_of_qwen36_27b() -> list[LayerShape]:
     return layers
 
 
-def test_a_1_7_b_drafter_on_a_12_gb_card() -> None:
+def test_a_1_7_b_drafter_fits_into_a_12_gb_card() -> None:
     layers = drafter_of_qwen36_27b()
     assert 1.6e9 < sum(layer.in_features * layer.out_features for layer in layers) < 1.8e9
-    limits = BatchLimits(working_memory(int(11.6 * GIB), 12 * GIB), tiles_at_once=4 * 28)
-    batches = join(layers, lambda layer: layer, limits)
-    assert next(batches) == [layers[0]], "fc alone needs more than there is"
-    assert [limits.hold(layer) for layer in layers] == [False] + [True] * 35
-    rest = list(batches)
-    assert [layer for batch in rest for layer in batch] == layers[1:]
-    assert all(sum(layer.peak_bytes() for layer in batch) <= limits.memory for batch in rest)
-    assert max(map(len, rest)) > 1
-
-
-def test_nothing_is_left_for_the_cpu_with_24_gb() -> None:
-    limits = BatchLimits(working_memory(23 * GIB, 24 * GIB), tiles_at_once=512)
-    assert all(limits.hold(layer) for layer in drafter_of_qwen36_27b())
+    limits = BatchLimits(int(11.6 * GIB), 12 * GIB, wave=2 * 46)  # an RTX 4070
+    assert all(limits.hold(layer) for layer in layers)
+    batches = list(join(layers, lambda layer: layer, limits))
+    assert [layer for batch in batches for layer in batch] == layers
+    assert all(sum(layer.peak_bytes() for layer in batch) <= limits.room(6) for batch in batches)
+    assert max(map(len, batches)) > 1
+    smaller = BatchLimits(int(7.6 * GIB), 8 * GIB, wave=2 * 28)
+    assert [limits.hold(layer) for layer in layers] != [smaller.hold(layer) for layer in layers]
 
 
 def test_small_layers_are_joined_until_the_gpu_is_busy_or_full() -> None:
     layers = [LayerShape(2048, 2048, 4, True)] * 6 + [LayerShape(2048, 2048, 6, True)]  # 128 tiles per step each
 
-    def sizes(memory: int, tiles_at_once: int) -> list[int]:
-        batches = list(join(layers, lambda layer: layer, BatchLimits(memory, tiles_at_once)))
+    def sizes(room: int, wave: int) -> list[int]:
+        limits = BatchLimits(room + RESERVED + scratch_bytes(4, wave), 1 << 40, wave)
+        batches = list(join(layers, lambda layer: layer, limits))
         assert [layer for batch in batches for layer in batch] == layers
         return [len(batch) for batch in batches]
 
-    assert sizes(140 * GIB, 512) == [4, 2, 1], "two rates do not go together"
-    assert sizes(140 * GIB, 513) == [5, 1, 1]
-    assert sizes(140 * GIB, 100) == [1] * 7
-    assert sizes(2 * layers[0].peak_bytes(), 512) == [2, 2, 2, 1]
-    assert sizes(0, 512) == [1] * 7
+    assert sizes(140 * GIB, 256) == [4, 2, 1], "two rates do not go together"
+    assert sizes(140 * GIB, 257) == [5, 1, 1]
+    assert sizes(140 * GIB, 50) == [1] * 7
+    assert sizes(2 * layers[0].peak_bytes(), 256) == [2, 2, 2, 1]
+    assert sizes(0, 256) == [1] * 7
 
 
 def test_batches_are_made_as_they_are_needed() -> None:
@@ -107,7 +103,7 @@ def test_batches_are_made_as_they_are_needed() -> None:
             seen.append(bits)
             yield LayerShape(128, 128, bits)
 
-    batches = join(layers(), lambda layer: layer, BatchLimits(GIB, 512))
+    batches = join(layers(), lambda layer: layer, BatchLimits(4 * GIB, 4 * GIB, 256))
     assert next(batches)[0].bits == 2
     assert seen == [2, 4]
 
@@ -117,4 +113,5 @@ def test_steps_and_reserve() -> None:
     assert LayerShape(100, 200, 4).steps == 8
     assert LayerShape(100, 200, 4).tiles_per_step == 16
     assert LayerShape(100, 200, 4, True, True).steps == 23
-    assert working_memory(10 * GIB, 16 * GIB) == 10 * GIB - RESERVED - 2 * GIB
+    assert BatchLimits(10 * GIB, 16 * GIB, 4).room(4) == 10 * GIB - RESERVED - 4 * 258 * 4096 * 2
+    assert BatchLimits(10 * GIB, 16 * GIB, 264).room(1) == 10 * GIB - RESERVED - 2 * GIB
