@@ -175,14 +175,17 @@ def drafter_view(drafter: DrafterCheckpoint) -> Iterator[Path]:
 def require_features(config: Any, drafter: DrafterCheckpoint) -> None:
     """Refuse a drafter that this version of ExLlamaV3 would load and compute wrongly (docs/exllamav3.md).
 
-    Its class for Laguna keeps sliding layers causal. Versions before `block_window` came to its class for DFlash ignore
-    the keys below.
+    Its class for Laguna keeps sliding layers causal and joins taps in ascending order. Versions before `block_window`
+    came to its class for DFlash ignore the keys below.
     """
     ours = drafter.config
     causal = [ours.layer_is_causal(index) for index in range(ours.num_layers)]
     taps = tap_layer_indices(ours)
     if ours.dialect is LAGUNA:
-        unread = {"causal": ours.sliding_window is not None and not all(causal)}
+        unread = {
+            "causal": ours.sliding_window is not None and not all(causal),
+            "unsorted target_layer_ids": list(taps) != sorted(taps),
+        }
     elif hasattr(config, "block_window"):
         unread = {}
     else:

@@ -19,7 +19,7 @@ from exl3_dflash.target.exllama import ExllamaTarget
 from exl3_dflash.target.load import load_target
 
 GREEDY = SamplingSettings()
-QUESTIONS = ("What is the capital?", "hello", "Tell me a story about the owl", "Count from one to five.")
+QUESTIONS = ("What is the capital?", "hello", "Tell me a story about the owl")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .exllama_pair import GREEDY, Theirs, aligned_steps, load_reference, load_th
 
 pytestmark = pytest.mark.conformance
 
-COUNT = 40
+COUNT = 32
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_a_repetition_penalty_changes_greedy_text_as_ours_does(
 
 def test_dynamic_draft_proposes_less_and_keeps_the_text(theirs: Theirs, engine: ExllamaEngine) -> None:
     prompt = prompts_of(engine)[1]
-    stops = StopSettings(120)
+    stops = StopSettings(80)
     fixed = tokens_of(list(engine.generate(prompt, GREEDY, stops)))
     proposed = engine.stats.proposed
     dynamic = theirs.engine(dynamic_draft=True)
