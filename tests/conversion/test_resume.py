@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conversion.small_job import contents
 from tests.tiny_models import make_tiny_drafter
 from tests.tiny_targets import make_tiny_llama
 
@@ -28,16 +28,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     sizes = ["--cal-rows", "4", "--cal-cols", "64", "--eval-rows", "2", "--threads", "1", "--bits", "6"]
     command = [sys.executable, "-m", "exl3_dflash", "quantize", str(drafter), "--target", str(target)]
     return [*command, "--cal-data", str(text), *sizes, "-q"]
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    """Every file of an output; the report without its times."""
-    files = {path.name: path.read_bytes() for path in directory.iterdir()}
-    report = json.loads(files["quantize_report.json"])
-    for part in (report, *report["tensors"]):
-        part.pop("seconds")
-    report.pop("out_dir")
-    return files | {"quantize_report.json": json.dumps(report).encode()}
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +70,3 @@ def test_sigterm_leaves_no_output_and_says_how_to_go_on(job: list[str], tmp_path
     assert running.returncode == 128 + signal.SIGTERM
     assert "--resume continues" in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
-
-
-def test_other_settings_are_not_resumed(job: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    running = subprocess.Popen([*job, "--out", str(out)])
-    while not (tmp_path / "out.work" / "rows.safetensors").exists():
-        assert running.poll() is None
-        time.sleep(0.01)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    other = subprocess.run(
-        [*job, "--out", str(out), "--resume", "--bits", "5"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert other.returncode == 1
-    assert "settings.bits was 6.0, is 5.0" in other.stderr
