@@ -253,7 +253,7 @@ def describe(plan: QuantizationPlan, settings: JobSettings, seconds: float) -> s
     most = "" if plan.decided else "at most "
     lines.append(
         f"{plan.source_bytes / 2**20:,.1f} MiB -> {most}{plan.total_bytes / 2**20:,.1f} MiB, {plan.bpw:.2f} bpw, "
-        f"codebook {settings.codebook}; encoding takes about {format_seconds(seconds)}"
+        f"codebook {settings.codebook}; encoding takes about {format_seconds(seconds)} on a CPU"
     )
     if not plan.decided:
         lines.append(f"a mixed plan of {settings.bits:g} bits on average is made after calibration")
