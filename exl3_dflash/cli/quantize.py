@@ -77,6 +77,12 @@ def quantize(
     eval_rows: Annotated[
         int, typer.Option("--eval-rows", help="Held-out rows to measure on before and after; 0 to skip.")
     ] = 32,
+    thinking: Annotated[
+        str, typer.Option("--thinking", help="Of the rows' prompts: on, off, both, or the template's default.")
+    ] = "default",
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Train scales and norms on the calibration rows after encoding.")
+    ] = False,
     out_scales: Annotated[
         str, typer.Option("--out-scales", help="Output channel scales: auto, always or never.")
     ] = "auto",
@@ -132,6 +138,8 @@ def quantize(
         cal_data=cal_data,
         cal_rows=cal_rows,
         cal_cols=cal_cols,
+        thinking=thinking,
+        tune=tune,
         eval_rows=eval_rows,
         seed=seed,
         block_size=block_size,

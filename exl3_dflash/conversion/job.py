@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
+from exl3_dflash.calibration.rowset import THINKING, check_thinking
 from exl3_dflash.conversion.calibrating import calibrate_job
 from exl3_dflash.conversion.deciding import Pair, decide_plan
 from exl3_dflash.conversion.encoding import encode_tensors
@@ -34,6 +35,8 @@ from exl3_dflash.conversion.reporting import build_report
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.conversion.space import require_job_space
 from exl3_dflash.conversion.steps import pack_rows, unpack_rows
+from exl3_dflash.conversion.tuning import TuningSettings
+from exl3_dflash.conversion.tuning_step import Drafted, tuned_drafter
 from exl3_dflash.conversion.work_directory import WorkDirectory
 from exl3_dflash.doctor.papers import require_papers
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
@@ -126,12 +129,12 @@ def _make_output(
 ) -> QuantizeReport:
     """All steps up to the finished output directory; `start` is when the job began."""
     inputs = _with_target(settings, inputs, reporter)
-    report, quantized = _run_steps(settings, inputs, work, reporter)
-    write_output(writer, inputs.checkpoint, quantized, report)
+    report, drafted = _run_steps(settings, inputs, work, reporter)
+    write_output(writer, inputs.checkpoint, drafted.linears, report, drafted.norms)
     report = replace(report, size_bytes=writer.tensor_bytes, seconds=round(time.perf_counter() - start, 2))
     writer.add_file(REPORT_FILE, report.to_json_text() + "\n")
     inputs.unchanged.check()
-    writer.finish(check=lambda path: audit_output(path, inputs.checkpoint, quantized))
+    writer.finish(check=lambda path: audit_output(path, inputs.checkpoint, drafted.linears))
     return report
 
 
@@ -164,7 +167,7 @@ def _manifest(settings: JobSettings, inputs: _Inputs) -> dict[str, Any]:
 
 def _run_steps(
     settings: JobSettings, inputs: _Inputs, work: WorkDirectory, reporter: Reporter
-) -> tuple[QuantizeReport, dict[str, QuantizedLinear]]:
+) -> tuple[QuantizeReport, Drafted]:
     """Everything between the checked inputs and the files."""
     drafter = None
     if inputs.target is not None:
@@ -188,12 +191,19 @@ def _run_steps(
     quantized = encode_tensors(
         settings, inputs.checkpoint, inputs.plan, calibration, inputs.executor, work, reporter, inputs.unchanged.check
     )
+    drafted = Drafted(quantized, {})
+    if settings.tune:
+        assert pair is not None
+        drafted = _tune(settings, inputs, pair, quantized, work, reporter)
     stored = work.load(REPORT)
     if stored is not None:
-        return replace(QuantizeReport.from_json(stored.facts), out_dir=str(settings.out_dir)), quantized
+        report = replace(QuantizeReport.from_json(stored.facts), out_dir=str(settings.out_dir))
+        return report, drafted if (report.tuning or {}).get("kept") else Drafted(quantized, {})
     fidelity = None
-    if inputs.target is not None and drafter is not None and rows is not None:
-        fidelity = measure_pair(inputs.checkpoint, inputs.target, drafter, quantized, rows, reporter)
+    if pair is not None:
+        fidelity, drafted = measure_pair(
+            inputs.checkpoint, pair.target, pair.drafter, drafted, quantized, pair.rows, reporter
+        )
     report = build_report(
         settings,
         inputs.source,
@@ -203,11 +213,35 @@ def _run_steps(
         rows,
         probe,
         calibration,
-        quantized,
+        drafted,
         fidelity,
     )
     work.save(REPORT, {}, report.to_json())
-    return report, quantized
+    return report, drafted
+
+
+def _tune(
+    settings: JobSettings,
+    inputs: _Inputs,
+    pair: Pair,
+    quantized: dict[str, QuantizedLinear],
+    work: WorkDirectory,
+    reporter: Reporter,
+) -> Drafted:
+    """The quantized drafter with its scales and norms tuned on the calibration rows."""
+    assert pair.calibration is not None
+    return tuned_drafter(
+        inputs.checkpoint,
+        pair.drafter,
+        pair.target,
+        pair.rows.rows,
+        quantized,
+        pair.calibration,
+        TuningSettings(seed=settings.seed),
+        reporter,
+        work,
+        settings.threads,
+    )
 
 
 def _open_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
@@ -228,7 +262,9 @@ def _open_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
     if settings.target is not None:
         check_source(settings.cal_data)
         target_source = resolve(settings.target, "target")
-        for note in require_papers(checkpoint, sketch_target(target_source.path, target_source.name)):
+        sketch = sketch_target(target_source.path, target_source.name)
+        check_thinking(settings.thinking, sketch.supports_thinking, sketch.name)
+        for note in require_papers(checkpoint, sketch):
             reporter.note(f"note: {note}")
     return _Inputs(source, checkpoint, plan, unchanged, executor, target_source)
 
@@ -263,6 +299,7 @@ def _load_rows(settings: JobSettings, inputs: _Inputs, work: WorkDirectory, repo
         seed=settings.seed,
         held_out=settings.eval_rows,
         progress=reporter,
+        thinking=THINKING[settings.thinking],
         target_directory=inputs.target_path,
     )
     for note in rows.notes:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from exl3_dflash.calibration.rows import RowSet
+from exl3_dflash.conversion.tuning_step import UNTUNED, Drafted, choose
 from exl3_dflash.conversion.work_directory import WorkDirectory
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
-from exl3_dflash.measure.fidelity import FidelityResult, measure_fidelity
+from exl3_dflash.measure.fidelity import FidelityResult, measure_fidelity, tally_rows
+from exl3_dflash.measure.tallies import summarize
 from exl3_dflash.progress import Reporter
 from exl3_dflash.target.base import Target
-from quantize.linear import QuantizedLinear, decode_linear
+from quantize.linear import QuantizedLinear
 
 MIN_ANCHORS_PER_ROW = 32
 HEAD_OPERATIONS_PER_ROW = 5e10  # about a second of a CPU
@@ -46,24 +48,41 @@ def measure_pair(
     checkpoint: DrafterCheckpoint,
     target: Target,
     drafter: DrafterModel,
+    drafted: Drafted,
     quantized: Mapping[str, QuantizedLinear],
     rows: RowSet,
     reporter: Reporter,
-) -> FidelityResult | None:
-    """Unquantized against quantized on the held-out rows; None where there are none."""
+) -> tuple[FidelityResult | None, Drafted]:
+    """Unquantized against what is to be written, on the held-out rows.
+
+    Args:
+        checkpoint, drafter: the unquantized drafter, on disk and loaded.
+        target: its target.
+        drafted: what is to be written.
+        quantized: the linears before tuning.
+        rows: whose held-out side is measured on.
+        reporter: progress.
+
+    Returns:
+        The figures, None where there are no held-out rows, and what is to be written: untuned where that accepts more.
+    """
     if not rows.held_out:
-        return None
-    other = DrafterModel.from_checkpoint(checkpoint, dtype=target.dtype, device=target.device)
-    for name, linear in quantized.items():
-        other.set_linear_weight(name, decode_linear(linear))
+        return None, drafted
+    untuned = Drafted(dict(quantized), {})
+    drafters = {UNQUANTIZED: drafter, QUANTIZED: drafted.model(checkpoint, target.dtype, target.device)}
+    if drafted.tuning is not None and drafted.tuning["kept"]:
+        drafters[UNTUNED] = untuned.model(checkpoint, target.dtype, target.device)
     with reporter.bar("measure quantized", len(rows.held_out), "row") as advance:
-        return measure_fidelity(
+        table = tally_rows(
             target,
-            {UNQUANTIZED: drafter, QUANTIZED: other},
+            drafters,
             rows.held_out,
             anchors_per_row=anchors_per_row(drafter, target),
             progress=lambda: advance(1),
         )
+    if UNTUNED in drafters:
+        return choose(table, drafted, untuned, QUANTIZED)
+    return summarize(table), drafted
 
 
 def anchors_per_row(drafter: DrafterModel, target: Target) -> int:

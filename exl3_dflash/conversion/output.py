@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from exl3_dflash.conversion.recipe import RECIPE_FILE, UNQUANTIZED_BITS, Recipe
 from exl3_dflash.conversion.report import QuantizeReport
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
@@ -65,6 +67,7 @@ def write_output(
     checkpoint: DrafterCheckpoint,
     quantized: Mapping[str, QuantizedLinear],
     report: QuantizeReport,
+    norms: Mapping[str, torch.Tensor],
 ) -> None:
     """Give the writer every tensor and file of the output but the report.
 
@@ -73,12 +76,13 @@ def write_output(
         checkpoint: the source; what is not in `quantized` is copied from it.
         quantized: the quantized linears by name.
         report: for the metadata.
+        norms: tuned norm weights by tensor name, in place of the source's.
     """
     replaced = set(quantized)
     for name in checkpoint.tensor_names():
         linear = name.rpartition(".")[0]
         if linear not in replaced:
-            writer.add(checkpoint.output_name(name), checkpoint.load(name))
+            writer.add(checkpoint.output_name(name), norms[name] if name in norms else checkpoint.load(name))
         elif name.endswith(".weight"):
             for stored_name, tensor in quantized[linear].tensors(checkpoint.output_name(linear)).items():
                 writer.add(stored_name, tensor)

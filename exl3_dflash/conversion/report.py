@@ -47,6 +47,7 @@ class CalibrationReport:
     dropped_inputs: int = 0
     dropped_gradients: int = 0
     method: str | None = None
+    thinking: str = "default"
     notes: list[str] = field(default_factory=list)
 
 
@@ -85,6 +86,7 @@ class QuantizeReport:
     seed: int
     versions: dict[str, str]
     seconds: float
+    tuning: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -113,6 +115,8 @@ class QuantizeReport:
         one_sided = [tensor.name for tensor in self.tensors if tensor.output_fallback]
         if one_sided:
             lines.append(f"without a usable output-side Hessian: {', '.join(one_sided)}")
+        if self.tuning is not None:
+            lines.append(self._tuning_line(self.tuning))
         if self.fidelity is not None:
             before, after = self.fidelity["drafters"]
             low, high = after["retention_ci95"]
@@ -122,6 +126,19 @@ class QuantizeReport:
                 f"(95 % interval {100 * low:.2f} to {100 * high:.2f})"
             )
         return "\n".join(lines)
+
+    @staticmethod
+    def _tuning_line(tuning: Mapping[str, Any]) -> str:
+        if not tuning["kept"]:
+            return f"not tuned: {tuning['reason']}"
+        measured = tuning.get("held_out")
+        gain = ""
+        if measured:
+            low, high = measured["ratio_ci95"]
+            change = f"{100 * measured['ratio'] - 100:+.2f} % ({100 * low - 100:+.2f} to {100 * high - 100:+.2f})"
+            before, after = measured["accept_length_untuned"], measured["accept_length_tuned"]
+            gain = f": held out, accept length {before:.3f} -> {after:.3f}, {change}"
+        return f"tuned {tuning['parameters']} scales and norm weights on {tuning['rows']} rows{gain}"
 
     def _calibration_line(self) -> str:
         calibration = self.calibration

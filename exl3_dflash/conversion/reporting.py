@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from exl3_dflash.calibration.capture import Calibration
 from exl3_dflash.calibration.rowset import RowSet
 from exl3_dflash.conversion.plan import QuantizationPlan, TensorPlan
 from exl3_dflash.conversion.probing import probe_notes
 from exl3_dflash.conversion.report import CalibrationReport, QuantizeReport, TensorReport, package_versions
 from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.conversion.tuning_step import Drafted
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.taps import DEFAULT_TAP_SHIFT
 from exl3_dflash.hub.resolve import ResolvedModel
@@ -28,7 +27,7 @@ def build_report(
     rows: RowSet | None,
     probe: ProbeResult | None,
     calibration: Calibration | None,
-    quantized: Mapping[str, QuantizedLinear],
+    drafted: Drafted,
     fidelity: FidelityResult | None,
 ) -> QuantizeReport:
     """The report of a job whose files are still to be written: `size_bytes` and `seconds` are 0."""
@@ -51,7 +50,7 @@ def build_report(
         out_scales=settings.out_scales,
         size_bytes=0,
         source_bytes=plan.source_bytes,
-        tensors=[_tensor_report(tensor, quantized[tensor.linear.name]) for tensor in plan.quantized],
+        tensors=[_tensor_report(tensor, drafted.linears[tensor.linear.name]) for tensor in plan.quantized],
         copied={tensor.linear.name: tensor.reason for tensor in plan.tensors if tensor.reason},
         notes=[*([plan.loader_note] if plan.loader_note else []), *probe_notes(probe)],
         calibration=_calibration_report(settings, rows, calibration),
@@ -62,6 +61,7 @@ def build_report(
         seed=settings.seed,
         versions=package_versions(),
         seconds=0.0,
+        tuning=drafted.tuning,
     )
 
 
@@ -95,5 +95,6 @@ def _calibration_report(
         dropped_inputs=calibration.dropped_inputs,
         dropped_gradients=calibration.dropped_gradients,
         method=settings.method,
+        thinking=settings.thinking,
         notes=list(rows.notes),
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from exl3_dflash.calibration.rowset import check_thinking
 from exl3_dflash.conversion.recipe import Recipe
 from exl3_dflash.errors import Exl3DflashError
 from quantize.codebook import CODEBOOKS
@@ -39,6 +40,8 @@ class JobSettings:
         method: of calibrated layers: errors weighed by inputs and outputs (`two-sided`) or inputs only (`one-sided`).
         cal_data: `default`, `chat` or a path (see `exl3_dflash.calibration.rows`).
         cal_rows, cal_cols: calibration rows and tokens per row.
+        thinking: of prompts of calibration and held-out rows: `default` (of the template), `on`, `off`, `both`.
+        tune: train scales and norms on the calibration rows after encoding (see `conversion.tuning`).
         eval_rows: held-out rows on which the drafter is measured before and after; 0 measures nothing.
         seed: of rows, anchors and sign flips.
         block_size: of a drafter whose config does not say it.
@@ -64,6 +67,8 @@ class JobSettings:
     cal_data: str = "default"
     cal_rows: int = 250
     cal_cols: int = 2048
+    thinking: str = "default"
+    tune: bool = False
     eval_rows: int = 32
     seed: int = 0
     block_size: int | None = None
@@ -113,6 +118,13 @@ class JobSettings:
         ):
             if value < least:
                 raise Exl3DflashError(f"{option} {value}", expected=f"at least {least}", fix=f"give {option} {least}")
+        check_thinking(self.thinking)
+        if self.tune and self.calibration != "target":
+            raise Exl3DflashError(
+                f"--tune with --calibration {self.calibration}",
+                expected="a calibration with the target, whose rows are tuned on",
+                fix="leave out --tune or --calibration none",
+            )
         if self.calibration == "target" and self.target is None:
             raise Exl3DflashError(
                 "--target is missing",

@@ -98,7 +98,7 @@ class TuningLoss:
             for anchors in self._groups(row.measured_anchors()):
                 with torch.no_grad():
                     hidden = self._hidden(self._model, row, anchors)
-                    self._gradient(row, anchors, hidden, sums)
+                    self._gradient(row, anchors, hidden, 1.0, sums)
         return sums
 
     def backward(self, row: TeacherRow, anchors: torch.Tensor, scale: float, sums: LossSums) -> None:
@@ -106,8 +106,8 @@ class TuningLoss:
         for group in self._groups(anchors):
             with torch.enable_grad():
                 hidden = self._hidden(self._model, row, group)
-            gradient = self._gradient(row, group, hidden.detach(), sums)
-            hidden.backward(gradient * scale)
+                gradient = self._gradient(row, group, hidden.detach(), scale, sums)
+            hidden.backward(gradient)
 
     def _groups(self, anchors: torch.Tensor) -> Iterator[torch.Tensor]:
         if len(anchors):
@@ -118,8 +118,13 @@ class TuningLoss:
         embeddings = model.block_embeddings(self._target, row.row.ids[anchors])
         return model.forward_anchors(row.taps[: int(anchors.max())], embeddings, anchors, chunk=len(anchors))
 
-    def _gradient(self, row: TeacherRow, anchors: torch.Tensor, hidden: torch.Tensor, sums: LossSums) -> torch.Tensor:
-        """The gradient (N, B, H) of the loss at hidden states (N, B, H), zero outside `torch.enable_grad`."""
+    def _gradient(
+        self, row: TeacherRow, anchors: torch.Tensor, hidden: torch.Tensor, scale: float, sums: LossSums
+    ) -> torch.Tensor:
+        """The gradient (N, B, H) of `scale` times the loss at hidden states (N, B, H), zero where none is recorded.
+
+        That at a head of the drafter's own goes to its leaves.
+        """
         with torch.no_grad():
             taught = self._hidden(self._teacher, row, anchors)
         labels = row.labels(anchors, hidden.shape[1])
@@ -129,7 +134,9 @@ class TuningLoss:
             states = hidden[chosen, 1:].detach().requires_grad_()
             loss = self._chunk_loss(row.row.ids[anchors[chosen]], states, taught[chosen, 1:], labels[chosen], sums)
             if loss.requires_grad:
-                (gradient[chosen, 1:],) = torch.autograd.grad(loss, states)
+                (loss * scale).backward()
+                assert states.grad is not None
+                gradient[chosen, 1:] = states.grad
         return gradient
 
     def _chunk_loss(
