@@ -105,7 +105,14 @@ def _answer(
         for candidate in open_prompts
     ]
     answers = iter(
-        generate_answers(target, requests, batch_tokens=request.batch_tokens, reporter=request.reporter, label=label)
+        generate_answers(
+            target,
+            requests,
+            batch_tokens=request.batch_tokens,
+            reporter=request.reporter,
+            label=label,
+            store=request.answers,
+        )
     )
     return [
         Candidate(candidate.prompt, tuple(next(answers)), candidate.kind) if candidate.answer is None else candidate

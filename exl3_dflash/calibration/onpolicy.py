@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from exl3_dflash.calibration.answers import AnswerRequest, AnswerStore
 from exl3_dflash.progress import Reporter
-from exl3_dflash.runtime.engine import SamplingSettings, StopSettings
+from exl3_dflash.runtime.engine import StopSettings
 from exl3_dflash.runtime.exllama import ExllamaEngine, GenerationRequest
 from exl3_dflash.runtime.reference import ReferenceEngine
 from exl3_dflash.runtime.sampling import Sampler
@@ -42,17 +44,14 @@ _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; half 
 _PROBE_TOLERANCE_HALF = 0.05
 
 
-@dataclass(frozen=True)
-class AnswerRequest:
-    """One prompt: its ids, the most tokens to answer with, and how they are drawn."""
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-
-
 def generate_answers(
-    target: Target, requests: Sequence[AnswerRequest], *, batch_tokens: int, reporter: Reporter, label: str
+    target: Target,
+    requests: Sequence[AnswerRequest],
+    *,
+    batch_tokens: int,
+    reporter: Reporter,
+    label: str,
+    store: AnswerStore | None = None,
 ) -> list[list[int]]:
     """Let the target answer every prompt.
 
@@ -62,6 +61,7 @@ def generate_answers(
         batch_tokens: most tokens, prompts and answers together, whose keys and values are cached at once.
         reporter: shows the progress in tokens, of the most that there can be.
         label: of the progress bar.
+        store: where finished batches are kept and taken from (of a target on ExLlamaV3 all answers are one batch).
 
     Returns:
         Answers in the order of `requests`, each with the stop token that ended it, if one did.
@@ -73,39 +73,61 @@ def generate_answers(
     with reporter.bar(label, sum(request.max_new_tokens for request in requests), "token") as advance:
         if isinstance(target, TransformersTarget):
             decoder = _BatchedDecoder(target)
-            for batch in _batches(requests, batch_tokens, decoder.padding_is_neutral()):
-                for index, answer in zip(batch, decoder.answer([requests[i] for i in batch], advance), strict=True):
-                    answers[index] = answer
+            batches, answer = _batches(requests, batch_tokens, decoder.padding_is_neutral()), decoder.answer
         elif isinstance(target, ExllamaTarget):
-            _answer_with_exllama(target, requests, answers, advance)
+            batches, answer = iter([list(range(len(requests)))]), partial(_answer_with_exllama, target)
         else:
-            for index, request in enumerate(requests):
-                answers[index] = _answer_alone(target, request)
-                advance(request.max_new_tokens)
+            batches, answer = ([index] for index in range(len(requests))), partial(_answer_alone, target)
+        for batch in batches:
+            written = _kept_or_made([requests[index] for index in batch], answer, store, advance)
+            for index, tokens in zip(batch, written, strict=True):
+                answers[index] = tokens
     return answers
 
 
-def _answer_alone(target: Target, request: AnswerRequest) -> list[int]:
-    """Plain decoding by the reference engine."""
-    stops = StopSettings(request.max_new_tokens, frozenset(target.facts.eos_token_ids))
-    steps = ReferenceEngine(target).generate(request.prompt, request.sampling, stops)
-    return [token for step in steps for token in step.token_ids]
+def _kept_or_made(
+    batch: Sequence[AnswerRequest],
+    answer: Callable[[Sequence[AnswerRequest], Callable[[float], None]], list[list[int]]],
+    store: AnswerStore | None,
+    advance: Callable[[float], None],
+) -> list[list[int]]:
+    """The answers to a batch, from the store where it has them."""
+    kept = store.load(batch) if store is not None else None
+    if kept is not None:
+        advance(sum(request.max_new_tokens for request in batch))
+        return kept
+    written = answer(batch, advance)
+    if store is not None:
+        store.save(batch, written)
+    return written
+
+
+def _answer_alone(
+    target: Target, requests: Sequence[AnswerRequest], advance: Callable[[float], None]
+) -> list[list[int]]:
+    """Plain decoding by the reference engine, one after the other."""
+    answers = []
+    for request in requests:
+        stops = StopSettings(request.max_new_tokens, frozenset(target.facts.eos_token_ids))
+        steps = ReferenceEngine(target).generate(request.prompt, request.sampling, stops)
+        answers.append([token for step in steps for token in step.token_ids])
+        advance(request.max_new_tokens)
+    return answers
 
 
 def _answer_with_exllama(
-    target: ExllamaTarget,
-    requests: Sequence[AnswerRequest],
-    answers: list[list[int]],
-    advance: Callable[[float], None],
-) -> None:
+    target: ExllamaTarget, requests: Sequence[AnswerRequest], advance: Callable[[float], None]
+) -> list[list[int]]:
     """Plain decoding of all requests by ExLlamaV3's generator, as many at once as its cache holds."""
     eos = frozenset(target.facts.eos_token_ids)
     wanted = [GenerationRequest(r.prompt, r.sampling, StopSettings(r.max_new_tokens, eos)) for r in requests]
     engine = ExllamaEngine(target)
+    answers: list[list[int]] = [[] for _ in requests]
     for index, step in engine.generate_many(wanted):
         answers[index] += step.token_ids
         ended = bool(engine.many_stats[index].stop_reason)
         advance(len(step.token_ids) + (requests[index].max_new_tokens - len(answers[index]) if ended else 0))
+    return answers
 
 
 def _batches(requests: Sequence[AnswerRequest], batch_tokens: int, padded: bool) -> Iterator[list[int]]:

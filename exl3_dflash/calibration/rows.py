@@ -23,6 +23,7 @@ from pathlib import Path
 
 from calibration_data.files import check_file
 from calibration_data.prompts import Prompt, load_prompts, target_prompts
+from exl3_dflash.calibration.answers import AnswerStore
 from exl3_dflash.calibration.candidates import Candidate, rows_of_candidates
 from exl3_dflash.calibration.conversations import interleaved, prompt_candidates, require_template
 from exl3_dflash.calibration.default_rows import default_rows
@@ -59,6 +60,7 @@ def load_rows(
     thinking: bool | tuple[bool | None, ...] | None = None,
     answer_tokens: int = ANSWER_TOKENS,
     target_directory: Path | None = None,
+    answers: AnswerStore | None = None,
 ) -> RowSet:
     """Make the token rows that a drafter of `target` is calibrated and measured on.
 
@@ -72,6 +74,7 @@ def load_rows(
         thinking: the chat template's thinking switch; None leaves its default. Of several, each conversation gets one.
         answer_tokens: most tokens the target writes per prompt.
         target_directory: where `exl3_dflash_prompts.jsonl` may be.
+        answers: where the target's answers are kept while they are written; None keeps nothing.
 
     Returns:
         At most `rows` and `held_out` rows of at most `cols` tokens; every id is within the target's vocabulary.
@@ -87,6 +90,7 @@ def load_rows(
         thinking=thinking if isinstance(thinking, tuple) else (thinking,),
         answer_tokens=answer_tokens,
         reporter=progress or Reporter(quiet=True),
+        answers=answers,
     )
     notes: list[str] = []
     limit = target.facts.max_position_embeddings

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from calibration_data.messages import Message
+from exl3_dflash.calibration.answers import AnswerStore
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.progress import Reporter
 
@@ -94,6 +95,7 @@ class RowRequest:
         answer_tokens: most tokens the target writes for one prompt.
         batch_tokens: bounds the cached tokens of answers that are generated at once.
         reporter: where progress is shown.
+        answers: where the target's answers are kept while they are written; None keeps nothing.
 
     Raises:
         Exl3DflashError: a number out of its range.
@@ -107,6 +109,7 @@ class RowRequest:
     answer_tokens: int = ANSWER_TOKENS
     batch_tokens: int = 16384
     reporter: Reporter = field(default_factory=lambda: Reporter(quiet=True))
+    answers: AnswerStore | None = None
 
     def __post_init__(self) -> None:
         for name, value, least in (

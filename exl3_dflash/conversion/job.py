@@ -26,6 +26,7 @@ from exl3_dflash.conversion.deciding import Pair, decide_plan
 from exl3_dflash.conversion.encoding import encode_tensors
 from exl3_dflash.conversion.executor import Executor, make_executor
 from exl3_dflash.conversion.identity import UnchangedFiles, settings_digest, weights_digest
+from exl3_dflash.conversion.kept_answers import KeptAnswers
 from exl3_dflash.conversion.measuring import measure_pair
 from exl3_dflash.conversion.output import audit_output, write_output
 from exl3_dflash.conversion.plan import QuantizationPlan, describe, make_plan
@@ -301,6 +302,7 @@ def _load_rows(settings: JobSettings, inputs: _Inputs, work: WorkDirectory, repo
         progress=reporter,
         thinking=THINKING[settings.thinking],
         target_directory=inputs.target_path,
+        answers=KeptAnswers(work),
     )
     for note in rows.notes:
         reporter.note(f"note: {note}")

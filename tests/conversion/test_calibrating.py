@@ -1,22 +1,29 @@
-"""A calibration pass that is cut anywhere goes on to the same bytes, and is kept as often as it is worth."""
+"""Answers and calibration passes that are cut go on to the same bytes, and are kept as often as it is worth."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from exl3_dflash.calibration import onpolicy
+from exl3_dflash.calibration.answers import AnswerRequest
 from exl3_dflash.calibration.capture import Calibration, calibrate
 from exl3_dflash.calibration.fisher import FisherSettings
+from exl3_dflash.calibration.onpolicy import generate_answers
 from exl3_dflash.calibration.rowset import TokenRow
 from exl3_dflash.calibration.state import PassState
 from exl3_dflash.conversion import calibrating
 from exl3_dflash.conversion.calibrating import KeptPass
+from exl3_dflash.conversion.kept_answers import KeptAnswers
 from exl3_dflash.conversion.work_directory import WorkDirectory
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.drafter.model import DrafterModel
+from exl3_dflash.progress import Reporter
+from exl3_dflash.runtime.engine import SamplingSettings
 from exl3_dflash.target.load import load_target
 from tests.tiny_models import make_tiny_drafter
 from tests.tiny_targets import make_tiny_llama
@@ -111,3 +118,32 @@ def test_sums_are_written_rarely_and_after_the_last_row(tmp_path: Path, monkeypa
         assert keep_for(600, 10.0, KeptPass(work).keep) == 3
         KeptPass(work).keep(lambda: PassState({}, {}), last=True)
         assert len(written) in (13, 14)
+
+
+def test_answers_go_on_where_they_were_cut(pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = pair[0]
+    sampled = SamplingSettings(temperature=0.9, seed=5)
+    requests = [AnswerRequest(tuple(range(1, 4 + n)), 12, sampled) for n in range(6)]
+    answer, batches = onpolicy._BatchedDecoder.answer, []
+
+    def watched(self: Any, batch: Any, advance: Any) -> list[list[int]]:
+        batches.append(len(batch))
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return answer(self, batch, advance)
+
+    def write(store: KeptAnswers | None) -> list[list[int]]:
+        quiet = Reporter(quiet=True)
+        return generate_answers(target, requests, batch_tokens=40, reporter=quiet, label="x", store=store)
+
+    expected = write(None)
+    monkeypatch.setattr(onpolicy._BatchedDecoder, "answer", watched)
+    with WorkDirectory(tmp_path / "w") as work:
+        work.begin({})
+        with pytest.raises(KeyboardInterrupt):
+            write(KeptAnswers(work))
+        assert write(KeptAnswers(work)) == expected
+        done = len(batches)
+        assert write(KeptAnswers(work)) == expected
+    assert sum(batches) == len(requests) + batches[2], "only the batch that was cut was written again"
+    assert len(batches) == done
