@@ -7,6 +7,7 @@ A variant is a bit rate and a method; the unquantized drafter is the reference. 
 - `two-sided`: along the outputs too, by the Fisher information, rows behind a rejected draft left out (the default);
 - `two-sided-all-rows`: the same with all rows;
 - `two-sided-tuned`: two-sided, then `--tune`;
+- `mixed`: two-sided with bits where they count (`--plan mixed`) and `bits` on average;
 - `gguf-q4_0`, `gguf-q8_0`: another format, at its own 4.5 and 8.5 bits (`measure.gguf_baseline`).
 
 Beside the paired fidelity, every variant reports the relative output error of each tensor on held-out inputs,
@@ -43,7 +44,7 @@ from exl3_dflash.progress import Reporter
 from exl3_dflash.target.base import Target
 
 REFERENCE = "unquantized"
-METHODS = ("uncalibrated", "one-sided", "two-sided", "two-sided-all-rows", "two-sided-tuned", *GGUF_BITS)
+METHODS = ("uncalibrated", "one-sided", "two-sided", "two-sided-all-rows", "two-sided-tuned", "mixed", *GGUF_BITS)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from exl3_dflash.calibration.capture import Calibration, calibrate
 from exl3_dflash.calibration.fisher import FisherSettings, OutputHessians
 from exl3_dflash.calibration.rows import RowSet
 from exl3_dflash.calibration.rowset import TokenRow
+from exl3_dflash.conversion.deciding import Pair, decide
 from exl3_dflash.conversion.encoding import quantize_tensor
 from exl3_dflash.conversion.plan import QuantizationPlan, make_plan
 from exl3_dflash.conversion.settings import JobSettings
@@ -27,7 +28,7 @@ from exl3_dflash.target.base import Target
 from quantize.hessian import Hessian
 from quantize.linear import QuantizedLinear, decode_linear
 
-TUNED = "-tuned"
+TUNED, MIXED = "-tuned", "mixed"
 FISHER = {"two-sided": FisherSettings(), "two-sided-all-rows": FisherSettings(survival=False)}
 
 
@@ -72,6 +73,7 @@ class VariantMaker:
         self._accept_length = accept_length
         self._reporter = reporter
         self._calibration = cache(self._calibrate)
+        self._plan = cache(self._make_plan)
         self._linears = cache(self._quantize)
 
     def make(self, bits: float, method: str) -> MadeVariant:
@@ -80,14 +82,13 @@ class VariantMaker:
             check_gguf(self._checkpoint.linears)
             weights = gguf_weights(self._checkpoint, method)
             return self._made(Drafted({}, {}), weights, bits, 0.0)
-        plan = make_plan(self._checkpoint, replace(self._settings, bits=bits))
         linears = self._linears(bits, method.removesuffix(TUNED))
         drafted = Drafted(linears, {})
         if method.endswith(TUNED):
             drafted = self._tune(linears, method.removesuffix(TUNED))
         weights = {name: decode_linear(linear) for name, linear in drafted.linears.items()}
         seconds = sum(linear.seconds for linear in linears.values())
-        return self._made(drafted, weights, effective_bpw(plan), seconds)
+        return self._made(drafted, weights, effective_bpw(self._plan(bits, method.removesuffix(TUNED))), seconds)
 
     def _made(self, drafted: Drafted, weights: Mapping[str, torch.Tensor], bpw: float, seconds: float) -> MadeVariant:
         model = drafted.model(self._checkpoint, self._target.dtype, self._target.device)
@@ -95,11 +96,20 @@ class VariantMaker:
             model.set_linear_weight(name, weight)
         return MadeVariant(model, bpw, seconds, self._output_errors(weights), drafted.tuning)
 
+    def _make_plan(self, bits: float, method: str) -> QuantizationPlan:
+        settings = replace(self._settings, bits=bits, plan=MIXED if method == MIXED else "uniform")
+        plan = make_plan(self._checkpoint, settings)
+        if method != MIXED:
+            return plan
+        rows = replace(self._rows, held_out=())  # nothing is predicted here
+        pair = Pair(self._target, self._drafter, rows, self._calibration(method))
+        return decide(settings, self._checkpoint, plan, pair, self._reporter)
+
     def _quantize(self, bits: float, method: str) -> dict[str, QuantizedLinear]:
         calibration = None if method == "uncalibrated" else self._calibration(method)
         settings = replace(self._settings, bits=bits)
         quantized = {}
-        tensors = make_plan(self._checkpoint, settings).quantized
+        tensors = self._plan(bits, method).quantized
         with self._reporter.bar(f"quantize {bits:g} bpw, {method}", len(tensors), "tensor") as advance:
             for tensor in tensors:
                 name = tensor.linear.name
@@ -124,6 +134,8 @@ class VariantMaker:
 
     def _calibrate(self, method: str) -> Calibration:
         """The calibration of a method; the inputs are the same for all of them."""
+        if method == MIXED:
+            return self._calibration("two-sided")
         if method == "one-sided":
             return replace(self._calibration("two-sided"), output_hessians=OutputHessians({}))
         return self._pass(self._rows.rows, FISHER[method])

@@ -106,14 +106,14 @@ def test_cells_of_another_grid_are_not_mixed_in(tmp_path: Path) -> None:
         GridStore(tmp_path, {"pair": "tiny", "rows": 4})
 
 
-def test_tuning_and_another_format(pair: tuple[DrafterCheckpoint, Target]) -> None:
+def test_tuning_mixed_bits_and_another_format(pair: tuple[DrafterCheckpoint, Target]) -> None:
     pytest.importorskip("gguf")
-    variants = [Variant(2, "two-sided"), Variant(2, "two-sided-tuned")]
+    variants = [Variant(2, "two-sided"), Variant(2, "two-sided-tuned"), Variant(2, "mixed")]
     with pytest.raises(Exl3DflashError, match="48 inputs"):  # the tiny MLP is no multiple of 32 wide
         run(pair, [Variant(4.5, "gguf-q4_0")])
     result = run(pair, variants, rows=8)
     assert set(result.tuning) == {"2 bpw, two-sided-tuned"}
-    assert result.bpw["2 bpw, two-sided"] == result.bpw["2 bpw, two-sided-tuned"]
+    assert result.bpw["2 bpw, two-sided"] == result.bpw["2 bpw, two-sided-tuned"] >= result.bpw["2 bpw, mixed"]
 
 
 def test_the_other_format_is_what_its_package_makes(tmp_path: Path) -> None:
