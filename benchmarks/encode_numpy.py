@@ -10,7 +10,8 @@ Both numpy searches are exact and find the same states; they differ in how they 
 
 The three take turns in one process, `--rounds` times, and the fastest round of each counts; time is CPU time of the
 process, so that other work on the machine disturbs little, with wall time beside it. numpy runs on one core here by
-nature, and the encoder with `--threads`, one by default. Run `python benchmarks/encode.py [--json]`.
+nature, and the encoder with `--threads`, one by default. Run
+`python benchmarks/encode_numpy.py [--json]`; for the fast search against the exact one see `encode.py`.
 """
 
 from __future__ import annotations

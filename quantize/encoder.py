@@ -1,6 +1,6 @@
 """Trellis encoding: for each tile of 256 weights, the bit stream whose decoded values are nearest in squared error.
 
-Two searches, both in C++ on CPU tensors, both measured by `benchmarks/encode.py`:
+Two searches, both in C++ on CPU tensors, compared by `benchmarks/encode.py`:
 
 - `exact`: a float32 Viterbi search; `quantize/native/viterbi.h` defines it to the bit. Costs are float32 sums over 256
   positions: a tile with outliers far beyond the codebook's range (about 4) still gets a valid stream, with the
@@ -94,6 +94,12 @@ def check_encoder(name: str) -> None:
 def encoder_paths() -> tuple[str, ...]:
     """Instruction sets that this machine can encode with, fastest first; "portable" is always among them."""
     return tuple(_native().paths())
+
+
+@cache
+def clock_hertz() -> float:
+    """The measured clock of a core, to compare times with what the machine can do; 0.0 where it cannot be measured."""
+    return float(_native().clock())
 
 
 @cache

@@ -9,12 +9,13 @@ and the tiles of extreme RMS. It is inflated by the drift that error feedback ad
 The search: the relative error falls like 1/scale^2 and rises steeply once tails are cut, with one flat minimum between.
 A walk over a coarse grid (step 0.2, a third of the sample) starts beside the optimum usual for the codebook; a walk
 over a fine grid (step 0.075, the whole sample) refines it, and a parabola through the best three points ends it.
-ExLlamaV3 evaluates the same grids in full; walking downhill lands on the same point for half of the encodings.
+ExLlamaV3 evaluates the same grids in full; walking downhill lands on the same point for half of the encodings. A point
+and its neighbours are coded in one call, which keeps all threads busy on small samples too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,10 +37,11 @@ def search_scale(weight: Tensor, coder: TileCoder) -> float:
     if not bool(sample.any()):
         return 1.0
     coarse, _ = _walk(
-        lambda index: _error(sample[::3], _coarse_scale(index), coder), USUAL_COARSE_INDEX[coder.codebook]
+        lambda indices: _errors(sample[::3], [_coarse_scale(index) for index in indices], coder),
+        USUAL_COARSE_INDEX[coder.codebook],
     )
     centre = _coarse_scale(coarse)
-    best, errors = _walk(lambda index: _error(sample, _fine_scale(centre, index), coder), 0)
+    best, errors = _walk(lambda indices: _errors(sample, [_fine_scale(centre, index) for index in indices], coder), 0)
     before, here, after = (errors[best + offset] for offset in (-1, 0, 1))
     curvature = before - 2.0 * here + after
     offset = 0.5 * (before - after) / curvature if curvature > 0.0 else 0.0
@@ -69,22 +71,24 @@ def _fine_scale(centre: float, index: int) -> float:
     return centre + FINE_STEP * index
 
 
-def _error(tiles: Tensor, scale: float, coder: TileCoder) -> float:
-    """Mean squared error of tiles (n, 256) coded at a scale; infinite where the scale is not positive."""
-    if scale <= 0.0:
-        return float("inf")
-    return float((coder.values(tiles * scale) / scale - tiles).square().mean(dtype=torch.float64))
+def _errors(tiles: Tensor, scales: Sequence[float], coder: TileCoder) -> list[float]:
+    """Mean squared errors of tiles (n, 256) coded at each scale; infinite where the scale is not positive."""
+    positive = torch.tensor([scale for scale in scales if scale > 0.0], device=tiles.device)[:, None, None]
+    scaled = (tiles * positive).view(-1, tiles.shape[1])  # (scales * n, 256)
+    coded = coder.values(scaled).view(len(positive), *tiles.shape) / positive
+    found = iter((coded - tiles).square().mean((1, 2), dtype=torch.float64).tolist())
+    return [next(found) if scale > 0.0 else float("inf") for scale in scales]
 
 
-def _walk(error: Callable[[int], float], start: int) -> tuple[int, dict[int, float]]:
+def _walk(errors_at: Callable[[Sequence[int]], list[float]], start: int) -> tuple[int, dict[int, float]]:
     """Walk downhill over integers to a local minimum; returns it and every error seen, both neighbours included."""
-    errors = {start: error(start)}
+    errors: dict[int, float] = {}
     best = start
     while True:
-        for neighbour in (best - 1, best + 1):
-            if neighbour not in errors:
-                errors[neighbour] = error(neighbour)
-        lowest = min((best, best - 1, best + 1), key=lambda index: errors[index])
+        around = (best, best - 1, best + 1)
+        unseen = [index for index in around if index not in errors]
+        errors.update(zip(unseen, errors_at(unseen), strict=True))
+        lowest = min(around, key=lambda index: errors[index])
         if lowest == best:
             return best, errors
         best = lowest

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "clock.h"
 #include "encode_tiles.h"
 #include "fast.h"
 
@@ -78,5 +79,6 @@ NB_MODULE(_native, module) {
                "even_bits"_a, "odd_bits"_a, "threads"_a, "path"_a = "", "fast"_a = false,
                "Write the best states of each tile of weights (n, 256) into states (n, 256); returns how many tiles the "
                "exact search encoded.");
+    module.def("clock", &exl3::measure_clock, "Cycles per second of the core at work, 0 if unknown; takes a few ms.");
     module.def("paths", &paths, "Names of the kernels that this processor runs, best first.");
 }
