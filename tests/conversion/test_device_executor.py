@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from exl3_dflash.conversion import device_executor
+from exl3_dflash.conversion import job as job_module
 from exl3_dflash.conversion.device_executor import DeviceExecutor, encoding_devices, shape_of
 from exl3_dflash.conversion.executor import InProcess, LinearTask, ProcessExecutor, make_executor
+from exl3_dflash.conversion.job import quantize_drafter
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target import placement
 from quantize.cuda_plan import RESERVED, BatchLimits, LayerShape, scratch_bytes
 from quantize.linear import QuantSettings
+from tests.conversion.small_job import contents, job_in, make_pair
 from tests.quantize.gpu_stand_in import GPU, EncoderStub, fake_gpu, run_on_fake_gpu
 from tests.quantize.layer_samples import correlated_rows, hessian_of, uneven_weight
 
 DEVICES = (GPU, torch.device("cuda:1"))
 
 
-def task(name: str, rows: int, bits: float = 8) -> LinearTask:
-    settings = QuantSettings(bits=bits, encoder="exact", threads=1, seed=len(name))
+def task(name: str, rows: int, bits: float = 6) -> LinearTask:
+    settings = QuantSettings(bits=bits, encoder="fast", threads=1, seed=len(name))
     hessian = hessian_of(correlated_rows(256, rows))
     return LinearTask(name, uneven_weight(rows, 128), hessian, None, torch.ones(128), settings)
 
@@ -33,20 +37,34 @@ def with_room_for(shape: LayerShape, wave: int) -> BatchLimits:
 
 
 def test_results_are_those_of_the_cpu_and_tensors_share_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks = [task("a", 128), task("b", 256), task("c", 128, bits=6)]
+    tasks = [task("a", 128), task("b", 256), task("c", 128, bits=5)]
     wanted = {task.name: task.run().tensors("x") for task in tasks}
     together = []
     monkeypatch.setattr(
         device_executor, "run_together", lambda works, stop: (together.append(len(works)), run_on_fake_gpu(works))[1]
     )
-    with fake_gpu(EncoderStub()) as kernels:
+    with fake_gpu(EncoderStub(encoder="fast")) as kernels:
         found = {name: linear.tensors("x") for name, linear in DeviceExecutor([GPU]).run(tasks)}
     assert together == [2, 1], "a and b side by side, c at another rate"
-    assert {bits for _, bits, _ in kernels.calls} == {6, 8}
+    assert {bits for _, bits, _ in kernels.calls} == {5, 6}
     for name, tensors in wanted.items():
         for key, tensor in tensors.items():
             assert type(found[name][key]) is torch.Tensor, "results are on the CPU"
             assert torch.equal(found[name][key], tensor)
+
+
+def test_a_whole_job_writes_the_files_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two-sided calibration, all tensors on the pretended GPU, the kernels replaced by the CPU's search."""
+    job = job_in(make_pair(tmp_path), tmp_path / "cpu", encoder="fast", eval_rows=0)
+    quantize_drafter(job)
+    monkeypatch.setattr(job_module, "make_executor", lambda *asked: DeviceExecutor([GPU]))
+    monkeypatch.setattr(device_executor, "run_together", lambda works, stop: run_on_fake_gpu(works))
+    with fake_gpu(EncoderStub(encoder="fast")) as kernels:
+        quantize_drafter(job_in(job, tmp_path / "gpu"))
+        assert len(kernels.calls) > 10
+    on_cpu, on_gpu = (contents(tmp_path / name / "out") for name in ("cpu", "gpu"))
+    assert on_gpu.keys() == on_cpu.keys() >= {"model.safetensors", "config.json", "quantize_report.json"}
+    assert [name for name in on_cpu if on_gpu[name] != on_cpu[name]] == []
 
 
 def test_too_large_tensors_go_to_the_cpu_and_the_rest_to_any_free_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ device, but for CPU scalars. Copies between devices work, `numpy()` and C++ func
 tensor on the CPU fails here as it would there, and the values are those of the CPU, bit for bit.
 
 `ENCODER` has the names, arguments and checks of ExLlamaV3's encoder kernels (`quantize.cu`, `frac.cu`); the search is
-the project's exact one.
+the project's own.
 """
 
 from __future__ import annotations
@@ -117,12 +117,13 @@ class EncoderStub(ModuleType):
         legacy: as in 1.4.2: no half rates, no `quantize_tiles_scratch`.
         dense: what `quantize_tiles_scratch` answers.
         wave: tiles at once, what it answers too.
+        encoder: the project's search that stands for the kernel's.
     """
 
-    def __init__(self, legacy: bool = False, dense: bool = False, wave: int = 3) -> None:
+    def __init__(self, legacy: bool = False, dense: bool = False, wave: int = 3, encoder: str = "exact") -> None:
         super().__init__("exllamav3_ext")
         self.calls: list[tuple[int, float, str]] = []  # tiles, bits and codebook of every call
-        self.dense, self.wave = dense and not legacy, wave
+        self.dense, self.wave, self.encoder = dense and not legacy, wave, encoder
         self.quantize_tiles = self._quantize_tiles
         if not legacy:
             self.quantize_tiles_frac = self._quantize_tiles_frac
@@ -177,7 +178,7 @@ class EncoderStub(ModuleType):
 
     def _search(self, tiles: Tensor, values: Tensor, states: Tensor, bits: float, codebook: str) -> None:
         check(bool((_held(tiles).abs() < 256).all()), "fp16 costs overflow")
-        found, found_states = encode_tiles(_held(tiles), bits, codebook)
+        found, found_states = encode_tiles(_held(tiles), bits, codebook, encoder=self.encoder)
         _held(values).copy_(found)
         _held(states).copy_(found_states.to(torch.int16))
         self.calls.append((len(tiles), bits, codebook))

@@ -18,12 +18,14 @@ Work = Callable[[], QuantizedLinear]
 FACTS = ("bits", "codebook", "proxy_error", "weight_error", "fallback", "damping", "output_damping", "method")
 
 
-def layer(rows: int, columns: int, bits: float, sides: str = "both", codebook: str = "mul1") -> tuple[Work, Work]:
+def layer(
+    rows: int, columns: int, bits: float, sides: str = "both", codebook: str = "mul1", encoder: str = "exact"
+) -> tuple[Work, Work]:
     """Quantizing one layer with the Hessians of `sides` (both, inputs, outputs or none): on the CPU, on a GPU."""
     weight, bias = uneven_weight(rows, columns, columns), torch.linspace(-1, 1, columns)
     inputs = hessian_of(correlated_rows(512, rows)) if sides in ("both", "inputs") else None
     outputs = hessian_of(correlated_rows(512, columns)) if sides in ("both", "outputs") else None
-    settings = QuantSettings(bits=bits, codebook=codebook, seed=rows, encoder="exact", threads=1)
+    settings = QuantSettings(bits=bits, codebook=codebook, seed=rows, encoder=encoder, threads=1)
 
     def quantize(weight: torch.Tensor) -> QuantizedLinear:
         return quantize_linear(weight, inputs, settings, output_hessian=outputs, bias=bias)
@@ -71,9 +73,10 @@ def test_a_hessian_may_be_on_the_gpu_already() -> None:
 
 
 def test_layers_side_by_side_are_the_same_and_share_calls() -> None:
-    layers = [layer(128, 128, 8), layer(128, 256, 8), layer(256, 128, 8, "inputs")]
+    sizes = ((128, 128, "both"), (128, 256, "both"), (256, 128, "inputs"))
+    layers = [layer(rows, columns, 6, sides, encoder="fast") for rows, columns, sides in sizes]
     wanted = [on_cpu() for on_cpu, _ in layers]
-    with fake_gpu(EncoderStub()) as kernels:
+    with fake_gpu(EncoderStub(encoder="fast")) as kernels:
         found = run_on_fake_gpu([on_gpu for _, on_gpu in layers])
     for result, expected in zip(found, wanted, strict=True):
         assert_same(result, expected)
