@@ -176,6 +176,8 @@ class ExllamaEngine:
     def step(self) -> list[tuple[ExllamaRequest, Step]]:
         """One iteration of the generator: the steps of every request that got on. Nothing to do gives an empty list.
 
+        A request that alone failed ends with its `error` set.
+
         Raises:
             Exl3DflashError: the generator failed; every running request has ended.
         """
@@ -188,15 +190,20 @@ class ExllamaEngine:
         except BaseException:
             self._abandon()
             raise
+        by_job = {id(request.job): request for request in self._running}
         for result in results:
-            if result["stage"] == "error":
-                self._abandon()
-                raise run_failure(result["error"])
-        if not generator.num_remaining_jobs() and not any(result["stage"] == "streaming" for result in results):
+            if result["stage"] == "error":  # of one job; the others go on
+                request = by_job[id(result["job"])]
+                request.error = run_failure(result["error"])
+                self._end(request, "interrupted")
+        if (
+            self._running
+            and not generator.num_remaining_jobs()
+            and not any(result["stage"] == "streaming" for result in results)
+        ):
             self._abandon()
             raise run_failure(RuntimeError("it ended an answer before its limit"))
         streamed = list(dict.fromkeys(id(result["job"]) for result in results if result["stage"] == "streaming"))
-        by_job = {id(request.job): request for request in self._running}
         steps: list[tuple[ExllamaRequest, Step]] = []
         for row, key in enumerate(streamed):
             request = by_job[key]
@@ -209,6 +216,7 @@ class ExllamaEngine:
         try:
             while not request.finished:
                 yield from (step for owner, step in self.step() if owner is request)
+            request.check()
         finally:
             self.cancel(request)
 
@@ -219,6 +227,8 @@ class ExllamaEngine:
         try:
             while not all(request.finished for request in requests):
                 yield from ((index[id(owner)], step) for owner, step in self.step() if id(owner) in index)
+            for request in requests:
+                request.check()
         finally:
             for request in requests:
                 self.cancel(request)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime.engine import SamplingSettings, Step, StopSettings
 from exl3_dflash.runtime.exllama_model import PAGE_TOKENS
 from exl3_dflash.runtime.request import Emission
@@ -38,11 +39,17 @@ class ExllamaRequest(Emission):
     submitted: float = field(default_factory=time.time)
     prefilled: bool = False
     rounds: int = 0
+    error: Exl3DflashError | None = None
 
     @property
     def finished(self) -> bool:
         """Whether nothing more will come."""
         return bool(self.stats.stop_reason)
+
+    def check(self) -> None:
+        """Raise what this request failed of, if it did."""
+        if self.error is not None:
+            raise self.error
 
     def take_window(self) -> int:
         """Tokens that the iteration just done proposed for this request; 0 where the generator did not draft."""
