@@ -9,7 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from exl3_dflash.conversion.report import package_versions
+from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.target.load import HASHED_BYTES
 from quantize.checkpoint import TensorDirectory
@@ -18,6 +22,29 @@ from quantize.tensor_directory import file_sha256
 SAMPLE_BYTES = 1 << 20
 SETTING_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # config, tokenizer, template, prompts
 SETTING_LIMIT = 64 << 20  # bytes; a larger file of such a name is data
+
+
+def job_manifest(settings: JobSettings, checkpoint: DrafterCheckpoint, target: Path | None) -> dict[str, Any]:
+    """What a job is, as plain data: results of another one are not reused.
+
+    Args:
+        settings: of the job.
+        checkpoint: the source.
+        target: the target's directory, if there is one.
+    """
+    cal_data = Path(settings.cal_data).expanduser()  # a file, or the word `default` or `chat`
+    manifest = {
+        "settings": settings.binding(),
+        "cal_data_sha256": file_sha256(cal_data) if cal_data.is_file() else None,
+        "source_sha256": checkpoint.sha256,
+        "source_config_sha256": settings_digest(checkpoint.directory.path),
+        "versions": package_versions(),
+    }
+    if target is not None:
+        with TensorDirectory.open(target) as directory:
+            manifest["target_sha256"] = weights_digest(directory)
+        manifest["target_config_sha256"] = settings_digest(target)
+    return manifest
 
 
 def weights_digest(directory: TensorDirectory) -> str:

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,13 +22,13 @@ from exl3_dflash.conversion.calibrating import calibrate_job
 from exl3_dflash.conversion.deciding import Pair, decide_plan
 from exl3_dflash.conversion.encoding import encode_tensors
 from exl3_dflash.conversion.executor import Executor, make_executor
-from exl3_dflash.conversion.identity import UnchangedFiles, settings_digest, weights_digest
+from exl3_dflash.conversion.identity import UnchangedFiles, job_manifest
 from exl3_dflash.conversion.kept_answers import KeptAnswers
 from exl3_dflash.conversion.measuring import measure_pair
 from exl3_dflash.conversion.output import audit_output, write_output
 from exl3_dflash.conversion.plan import QuantizationPlan, describe, make_plan
 from exl3_dflash.conversion.probing import probe_checkpoint
-from exl3_dflash.conversion.report import QuantizeReport, package_versions
+from exl3_dflash.conversion.report import QuantizeReport
 from exl3_dflash.conversion.reporting import build_report
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.conversion.space import require_job_space
@@ -49,10 +46,9 @@ from exl3_dflash.progress import Reporter
 from exl3_dflash.runtime.load import choose_torch_dtype
 from exl3_dflash.target.base import Target
 from exl3_dflash.target.load import load_target, sketch_target
-from quantize.checkpoint import CheckpointWriter, TensorDirectory, check_destination
+from quantize.checkpoint import CheckpointWriter, check_destination
 from quantize.encoder import default_threads
 from quantize.linear import QuantizedLinear
-from quantize.tensor_directory import file_sha256
 
 REPORT, REPORT_FILE = "report", "quantize_report.json"
 
@@ -97,27 +93,15 @@ def quantize_drafter(settings: JobSettings, reporter: Reporter | None = None) ->
         settings.work_path, resume=settings.resume, restart=settings.restart, note=reporter.note
     ) as work:
         inputs = _open_inputs(settings, reporter)
-        work.begin(_manifest(settings, inputs))
+        work.begin(job_manifest(settings, inputs.checkpoint, inputs.target_path))
         report = _report_of_finished(settings, work)
         if report is None:
-            with _resumable(work), CheckpointWriter(settings.out_dir, force=settings.force) as writer:
+            with work.resumable(), CheckpointWriter(settings.out_dir, force=settings.force) as writer:
                 writer.discard_leftovers()
                 require_job_space(inputs.plan, inputs.checkpoint, settings)
                 report = _make_output(settings, inputs, work, writer, reporter, start)
         work.remove()
     return report
-
-
-@contextmanager
-def _resumable(work: WorkDirectory) -> Iterator[None]:
-    """Errors that leave finished steps behind say so."""
-    try:
-        yield
-    except Exl3DflashError as error:
-        if not work.has_results or "--resume" in (error.fix or ""):
-            raise
-        fix = f"{error.fix}, then continue with --resume" if error.fix else "continue with --resume"
-        raise Exl3DflashError(error.what, error.expected, fix) from error
 
 
 def _make_output(
@@ -147,23 +131,6 @@ def _report_of_finished(settings: JobSettings, work: WorkDirectory) -> QuantizeR
     written = json.loads(file.read_text("utf-8"))
     last = {key: written.get(key) for key in ("size_bytes", "seconds", "out_dir")}
     return QuantizeReport.from_json(written) if {**stored.facts, **last} == written else None
-
-
-def _manifest(settings: JobSettings, inputs: _Inputs) -> dict[str, Any]:
-    """What the job is: results of another one are not reused."""
-    cal_data = Path(settings.cal_data).expanduser()  # a file, or the word `default` or `chat`
-    manifest = {
-        "settings": settings.binding(),
-        "cal_data_sha256": file_sha256(cal_data) if cal_data.is_file() else None,
-        "source_sha256": inputs.checkpoint.sha256,
-        "source_config_sha256": settings_digest(inputs.checkpoint.directory.path),
-        "versions": package_versions(),
-    }
-    if inputs.target_path is not None:
-        with TensorDirectory.open(inputs.target_path) as directory:
-            manifest["target_sha256"] = weights_digest(directory)
-        manifest["target_config_sha256"] = settings_digest(inputs.target_path)
-    return manifest
 
 
 def _run_steps(

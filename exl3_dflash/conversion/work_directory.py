@@ -15,6 +15,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -170,6 +171,17 @@ class WorkDirectory:
     def has_results(self) -> bool:
         """Whether any step was finished."""
         return any(self.path.glob("*" + SUFFIX))
+
+    @contextmanager
+    def resumable(self) -> Iterator[None]:
+        """Errors that leave finished steps behind say so."""
+        try:
+            yield
+        except Exl3DflashError as error:
+            if not self.has_results or "--resume" in (error.fix or ""):
+                raise
+            fix = f"{error.fix}, then continue with --resume" if error.fix else "continue with --resume"
+            raise Exl3DflashError(error.what, error.expected, fix) from error
 
     def load(self, step: str) -> StepResult | None:
         """The result of a finished step, in memory of its own; None where there is none or it is damaged."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from exl3_dflash.conversion import identity
 from exl3_dflash.conversion import job as job_module
 from exl3_dflash.conversion.executor import InProcess
 from exl3_dflash.conversion.job import quantize_drafter
@@ -140,7 +141,7 @@ def test_other_versions_and_other_text_are_refused(
     manifest = json.loads((stopped / "manifest.json").read_text())
     manifest["settings"]["cal_data"] = str(text)
     (stopped / "manifest.json").write_text(json.dumps(manifest))
-    monkeypatch.setattr(job_module, "package_versions", lambda: {**manifest["versions"], "torch": "1.0"})
+    monkeypatch.setattr(identity, "package_versions", lambda: {**manifest["versions"], "torch": "1.0"})
     with pytest.raises(Exl3DflashError, match=r"cal_data_sha256 was .*; versions\.torch was .*, is 1\.0"):
         quantize_drafter(job_in(settings, stopped.parent, resume=True, cal_data=str(text)))
 
