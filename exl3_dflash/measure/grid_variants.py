@@ -29,6 +29,7 @@ from quantize.hessian import Hessian
 from quantize.linear import QuantizedLinear, decode_linear
 
 TUNED, MIXED = "-tuned", "mixed"
+ERROR_ROWS = 32  # held-out rows on whose inputs output errors are measured
 FISHER = {"two-sided": FisherSettings(), "two-sided-all-rows": FisherSettings(survival=False)}
 
 
@@ -155,7 +156,7 @@ class VariantMaker:
 
     @cached_property
     def _held_out_inputs(self) -> dict[str, Hessian]:
-        return self._pass(self._rows.held_out, None).hessians
+        return self._pass(self._rows.held_out[:ERROR_ROWS], None).hessians
 
     def _output_errors(self, weights: Mapping[str, torch.Tensor]) -> dict[str, float]:
         group_of = {linear.name: linear.group for linear in self._checkpoint.linears}
