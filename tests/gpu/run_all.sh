@@ -26,6 +26,13 @@ if [ -n "$missing" ]; then
     echo "error: not installed: $missing; install them with pip, torch as a CUDA build" >&2
     exit 1
 fi
+problem=$("$PYTHON" -c "
+from quantize.cuda_requirements import gpu_problem, kernel_problem
+print(gpu_problem() or kernel_problem() or '')")
+if [ -n "$problem" ]; then
+    echo "error: $problem" >&2
+    exit 1
+fi
 if ! "$PYTHON" -c "import quantize._native" 2>/dev/null; then
     echo "building the compiled encoder of quantize" >&2
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable . || {
@@ -35,6 +42,6 @@ if ! "$PYTHON" -c "import quantize._native" 2>/dev/null; then
 fi
 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$PYTHON" -c "
 import torch
-print('{}.{}'.format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else '')")}
-[ -n "$TORCH_CUDA_ARCH_LIST" ] && export TORCH_CUDA_ARCH_LIST
+print('{}.{}'.format(*torch.cuda.get_device_capability()))")}
+export TORCH_CUDA_ARCH_LIST
 exec "$PYTHON" -m tests.gpu.run_all "$@"
