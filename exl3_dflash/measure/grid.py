@@ -11,8 +11,8 @@ A variant is a bit rate and a method; the unquantized drafter is the reference. 
 - `gguf-q4_0`, `gguf-q8_0`: another format, at its own 4.5 and 8.5 bits (`measure.gguf_baseline`).
 
 Beside the paired fidelity, every variant reports the relative output error of each tensor on held-out inputs,
-`tr(E^T H E) / tr(W^T H W)` with `E = decoded - W` and `H` the Hessian of the first held-out rows, which no variant has seen.
-Methods are compared two by two at the same bits: the ratio of their accept lengths, paired.
+`tr(E^T H E) / tr(W^T H W)` with `E = decoded - W` and `H` the Hessian of the first held-out rows, which no variant has
+seen. Methods are compared two by two at the same bits: the ratio of their accept lengths, paired.
 
 Every variant is kept as soon as it is measured (`measure.grid_store`). All variants of one bit rate are measured
 together, so that the reference runs once for them. The held-out rows with the target's features stay in memory.
