@@ -91,6 +91,7 @@ class CardFacts:
     source_sha256: str
     target: str | None
     bits: float
+    plan: str
     bpw: float
     head_bits: float
     head_quantized: bool
@@ -149,6 +150,7 @@ def _facts(report: Mapping[str, Any], fingerprint: str) -> CardFacts:
         source_sha256=report["source_sha256"],
         target=report["target"],
         bits=float(report["bits"]),
+        plan=report.get("plan", "uniform"),
         bpw=float(report["bpw"]),
         head_bits=float(report["head_bits"]),
         head_quantized=bool(report["head_quantized"]),

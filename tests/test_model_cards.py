@@ -165,6 +165,20 @@ def test_fallbacks_copies_and_notes_are_said(tmp_path: Path) -> None:
     assert "- **hidden size 96 cannot be run by ExLlamaV3**" in text
 
 
+@pytest.mark.parametrize(
+    ("plan", "command", "said"),
+    [
+        ("uniform", "--bits 4 --codebook", "4 asked for, "),
+        ("mixed", "--bits 4 --plan mixed --codebook", "4 asked for on average, divided among tensors"),
+        ("recipe", "--recipe recipe.yaml --codebook", "divided among tensors as `recipe.yaml` says"),
+    ],
+)
+def test_where_bits_come_from_is_said_and_repeated(tmp_path: Path, plan: str, command: str, said: str) -> None:
+    text = own_part(text_of(write_directory(tmp_path / "a", make_report(plan=plan))))
+    assert command in text
+    assert said in text
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_tuning_and_thinking_are_said_and_repeated(tmp_path: Path, kept: bool) -> None:
     calibration = make_report()["calibration"] | {"thinking": "both"}

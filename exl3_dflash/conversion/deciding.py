@@ -165,7 +165,7 @@ def _measured_costs(
             anchors_per_row=anchors_per_row(pair.drafter, pair.target),
             progress=_tick(advance),
         )
-    least = LEAST_COST * max(at_probe.values())
+    least = LEAST_COST * (max(at_probe.values()) or 1.0)
     costs = {}
     for names in members:
         cost = max(at_probe[names[0]], least)

@@ -53,7 +53,8 @@ class CalibrationReport:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The whole job; `bits` is what was asked for, `mean_bits` what the codes of the body have on average
+    """The whole job; `bits` is what was asked for, `plan` where the bits of each tensor come from (`uniform`,
+    `mixed`, `recipe`), `mean_bits` what the codes of the body have on average
     (equal unless bits are mixed), `bpw` what is stored per weight, scales included, `predicted_retention` the share of
     the accept length that was expected to remain before anything was encoded, `probe` how settings were chosen
     that the checkpoint leaves open (`measure.probe`), `accept_length` is teacher-forced on held-out rows; both null
@@ -65,6 +66,7 @@ class QuantizeReport:
     source_sha256: str
     target: str | None
     bits: float
+    plan: str
     mean_bits: float
     bpw: float
     head_bits: float

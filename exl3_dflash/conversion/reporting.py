@@ -40,6 +40,7 @@ def build_report(
         source_sha256=checkpoint.sha256,
         target=target.facts.name if target else None,
         bits=settings.bits if settings.recipe is None else round(plan.mean_bits, 4),
+        plan=settings.plan_kind,
         mean_bits=round(plan.mean_bits, 4),
         predicted_retention=plan.predicted_retention,
         bpw=round(plan.bpw, 4),

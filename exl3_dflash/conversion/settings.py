@@ -90,12 +90,17 @@ class JobSettings:
     @property
     def mixes_bits(self) -> bool:
         """Whether bits are decided tensor by tensor, after calibration."""
-        return self.recipe is None and (self.plan == "mixed" or (self.plan == "auto" and not self._bits_are_a_rate))
+        return self.plan_kind == "mixed"
 
     @property
-    def _bits_are_a_rate(self) -> bool:
-        """Whether every tensor can have `bits`."""
-        return self.bits in SUPPORTED_BITS and (self.bits == int(self.bits) or self.codebook == "mul1")
+    def plan_kind(self) -> str:
+        """Where bits come from: `uniform`, `mixed` or `recipe`."""
+        if self.recipe is not None:
+            return "recipe"
+        if self.plan != "auto":
+            return self.plan
+        is_rate = self.bits in SUPPORTED_BITS and (self.bits == int(self.bits) or self.codebook == "mul1")
+        return "uniform" if is_rate else "mixed"
 
     def binding(self) -> dict[str, Any]:
         """The settings that make the result what it is, as plain data."""

@@ -11,6 +11,9 @@ import yaml
 
 from exl3_dflash.cli.app import main
 from exl3_dflash.conversion.allocation import PLAN_RATES, bit_groups
+from exl3_dflash.conversion.job import quantize_drafter
+from exl3_dflash.conversion.settings import JobSettings
+from tests.family_models import make_family_drafter
 from tests.tiny_models import make_tiny_drafter
 from tests.tiny_targets import make_tiny_llama
 
@@ -58,7 +61,7 @@ def test_a_mean_that_is_no_rate_mixes_rates_within_the_budget(mixed: Path) -> No
     assert set(bits.values()) <= set(PLAN_RATES)
     assert len(set(bits.values())) > 1
     assert all(len({bits[name] for name in group}) == 1 for group in bit_groups(bits))
-    assert report["bits"] == 2.25
+    assert (report["bits"], report["plan"]) == (2.25, "mixed")
     assert 2.0 < report["mean_bits"] <= 2.25
     assert 0.0 < report["predicted_retention"] <= 1.5
     config = json.loads((mixed / "config.json").read_text())
@@ -111,14 +114,25 @@ def test_a_rate_is_uniform_unless_a_mixed_plan_is_asked_for(capsys, pair, tmp_pa
 
 
 def test_without_calibration_a_mixed_plan_predicts_nothing(capsys, pair, tmp_path: Path) -> None:
-    options = ["--calibration", "none", "--codebook", "mcg", "--bits", "2.4", "--json", "-q", "--threads", "1"]
+    options = ["--calibration", "none", "--bits", "2.4", "--json", "-q", "--threads", "1"]
     with pytest.raises(SystemExit) as stop:
         main(["quantize", str(pair[1]), "--out", str(tmp_path / "o"), *options])
     assert not stop.value.code
     report = json.loads(capsys.readouterr().out)
-    assert set(bits_of(report).values()) <= {1, 2, 3, 4, 5, 6, 8}
+    assert set(bits_of(report).values()) <= set(PLAN_RATES)
     assert 2.0 <= report["mean_bits"] <= 2.4
     assert report["predicted_retention"] is None
+
+
+def test_a_selector_keeps_the_rate_below_the_budget(tmp_path: Path) -> None:
+    """What a DFlash 2 selector reads shows in no divergence, so it cannot be weighed."""
+    source = make_family_drafter(tmp_path / "source", "dflash2", num_hidden_layers=1, layer_types=None)
+    settings = JobSettings(str(source), None, tmp_path / "out", bits=2.75, calibration="none", threads=1)
+    report = quantize_drafter(settings)
+    bits = {tensor.name: tensor.bits for tensor in report.tensors}
+    assert bits["candidate_selector.hidden_projection"] == 2.5
+    assert len(set(bits.values())) > 1
+    assert report.mean_bits <= 2.75
 
 
 def test_wildcards_head_bits_and_unquantized_tensors(capsys, tmp_path: Path, pair) -> None:

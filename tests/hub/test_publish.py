@@ -14,6 +14,7 @@ from tests.hub.stub_hub import StubHub
 
 FILES = {
     "LICENSE", "README.md", "config.json", "model.safetensors", "quantization_config.json", "quantize_report.json",
+    "recipe.yaml",
 }  # fmt: skip
 
 
