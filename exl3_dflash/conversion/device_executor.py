@@ -33,6 +33,8 @@ class DeviceExecutor:
         devices: at least one CUDA device; the smallest decides how much a batch may take.
     """
 
+    encoder = "exllamav3"  # what reports call its tile search
+
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
 

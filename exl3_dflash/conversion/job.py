@@ -20,6 +20,7 @@ from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
 from exl3_dflash.calibration.rowset import THINKING, check_thinking
 from exl3_dflash.conversion.calibrating import calibrate_job
 from exl3_dflash.conversion.deciding import Pair, decide_plan
+from exl3_dflash.conversion.device_executor import DeviceExecutor
 from exl3_dflash.conversion.encoding import encode_tensors
 from exl3_dflash.conversion.executor import Executor, make_executor
 from exl3_dflash.conversion.identity import UnchangedFiles, job_manifest
@@ -184,6 +185,8 @@ def _run_steps(
         drafted,
         fidelity,
     )
+    if isinstance(inputs.executor, DeviceExecutor):
+        report = replace(report, encoder=DeviceExecutor.encoder)
     work.save(REPORT, {}, report.to_json())
     return report, drafted
 

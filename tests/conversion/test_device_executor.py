@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,9 @@ def test_a_whole_job_writes_the_files_of_the_cpu(tmp_path: Path, monkeypatch: py
         assert len(kernels.calls) > 10
     on_cpu, on_gpu = (contents(tmp_path / name / "out") for name in ("cpu", "gpu"))
     assert on_gpu.keys() == on_cpu.keys() >= {"model.safetensors", "config.json", "quantize_report.json"}
+    reports = [json.loads(files.pop("quantize_report.json")) for files in (on_cpu, on_gpu)]
+    assert [report.pop("encoder") for report in reports] == ["fast", "exllamav3"]
+    assert reports[0] == reports[1]
     assert [name for name in on_cpu if on_gpu[name] != on_cpu[name]] == []
 
 
