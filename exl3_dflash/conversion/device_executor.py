@@ -18,6 +18,7 @@ from exl3_dflash.conversion.executor import LinearTask, Result
 from exl3_dflash.target.placement import choose_device
 from quantize.cuda_batch import run_together
 from quantize.cuda_encoder import wave_tiles
+from quantize.cuda_extension import load_extension
 from quantize.cuda_plan import BatchLimits, LayerShape, join
 from quantize.cuda_requirements import kernel_problem
 
@@ -80,6 +81,19 @@ def shape_of(task: LinearTask) -> LayerShape:
     """What the plan has to know of a task."""
     rows, columns = task.weight.shape
     return LayerShape(rows, columns, task.settings.bits, task.hessian is not None, task.output_hessian is not None)
+
+
+def make_device_executor(device: str) -> DeviceExecutor | None:
+    """The executor for the GPUs of `device`, see `encoding_devices`; None where they are none.
+
+    ExLlamaV3's extension is imported here, and compiled where that has not been done: minutes that come before a job's
+    hours, not in the middle of them.
+    """
+    devices = encoding_devices(device)
+    if not devices:
+        return None
+    load_extension(str(devices[0]))
+    return DeviceExecutor(devices)
 
 
 def encoding_devices(device: str) -> tuple[torch.device, ...]:

@@ -120,10 +120,9 @@ def make_executor(name: str, workers: int, threads: int, device: str = "cpu") ->
         return RayExecutor(workers, threads or 1)
     if workers > 1:
         return ProcessExecutor(workers, max(1, (threads or default_threads()) // workers))
-    from exl3_dflash.conversion.device_executor import DeviceExecutor, encoding_devices
+    from exl3_dflash.conversion.device_executor import make_device_executor
 
-    devices = encoding_devices(device)
-    return DeviceExecutor(devices) if devices else InProcess()
+    return make_device_executor(device) or InProcess()
 
 
 class InProcess:

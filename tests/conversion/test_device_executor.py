@@ -151,6 +151,10 @@ def test_where_tensors_are_encoded(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         encoding_devices("cuda")
     assert encoding_devices("auto") == ()
     assert "encoding on the CPU: nvcc is not found" in caplog.text
+    imported: list[str] = []
+    monkeypatch.setattr(device_executor, "load_extension", imported.append)
     assert isinstance(make_executor("local", 0, 1, "cuda:2"), DeviceExecutor)
+    assert imported == ["cuda:2"], "before the job begins"
     assert isinstance(make_executor("local", 2, 1, "cuda:2"), ProcessExecutor)
     assert isinstance(make_executor("local", 0, 1, "auto"), InProcess)
+    assert imported == ["cuda:2"]
