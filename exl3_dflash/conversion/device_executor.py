@@ -68,7 +68,20 @@ def _finished(running: dict[Future[list[Result]], torch.device], free: list[torc
 
 
 def encode_batch(batch: Sequence[LinearTask], device: torch.device, stop: Event) -> list[Result]:
-    """Encode tensors side by side on one device, until `stop` is set."""
+    """Encode tensors on one device, side by side if its memory allows it after all, until `stop` is set."""
+    try:
+        return _encode_together(batch, device, stop)
+    except torch.OutOfMemoryError:
+        if device == CPU:
+            raise
+    torch.cuda.empty_cache()
+    if len(batch) > 1:
+        return [result for task in batch for result in encode_batch([task], device, stop)]
+    log.warning("%s does not fit into the memory of %s: the CPU encodes it", batch[0].name, device)
+    return _encode_together(batch, CPU, stop)
+
+
+def _encode_together(batch: Sequence[LinearTask], device: torch.device, stop: Event) -> list[Result]:
 
     def encode(task: LinearTask) -> Result:
         # The CPU only gives orders to a GPU: one thread per tensor does.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,24 @@ def test_an_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_executor, "run_together", lambda works, stop: run_on_fake_gpu(works))
     with fake_gpu(EncoderStub()), pytest.raises(Exl3DflashError, match="bad holds 16384 values"):
         list(DeviceExecutor([GPU]).run([bad]))
+
+
+def test_what_does_not_fit_after_all_is_encoded_alone_or_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LinearTask, "to", lambda task, device: replace(task, name=f"{task.name} {device}"))
+    monkeypatch.setattr(LinearTask, "run", lambda task: task.name)
+
+    def together(works: list[Callable[[], Any]], stop: threading.Event) -> list[Any]:
+        results = [work() for work in works]
+        if len(works) > 1 or results[0][1] == "b cuda:0":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return results
+
+    monkeypatch.setattr(device_executor, "run_together", together)
+    results = device_executor.encode_batch([task(name, 128) for name in "abc"], GPU, threading.Event())
+    assert results == [("a", "a cuda:0"), ("b", "b"), ("c", "c cuda:0")]
+    assert "b does not fit into the memory of cuda:0: the CPU encodes it" in caplog.text
 
 
 def test_closing_early_ends_the_work_at_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
