@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import re
+from importlib.metadata import version
 from types import ModuleType
 
 import torch
 
 from exl3_dflash.errors import Exl3DflashError
 from quantize.cuda_requirements import PACKAGE, check_cuda_device
+
+OLDEST = (1, 4, 2)
 
 
 def check_exllamav3(device: torch.device) -> None:
@@ -22,6 +26,13 @@ def check_exllamav3(device: torch.device) -> None:
             f"the engine exllamav3 runs on CUDA, not on {device}", "a CUDA device", "use --engine reference"
         )
     check_cuda_device(str(device), kernels=True)
+    installed = version(PACKAGE)
+    if tuple(int(number) for number in re.findall(r"\d+", installed)[:3]) < OLDEST:
+        raise Exl3DflashError(
+            f"ExLlamaV3 {installed} is too old for the engine exllamav3",
+            expected=f"{'.'.join(map(str, OLDEST))} or newer; 1.6.5 was checked",
+            fix="pip install -U exllamav3, or use --engine reference",
+        )
 
 
 def require_exllamav3(device: torch.device) -> ModuleType:

@@ -15,7 +15,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +53,7 @@ class ExllamaSettings:
     cache_tokens: int | None = None
     cache_bits: int | None = None
     gpu_split: tuple[float, ...] | None = None
-    max_batch_size: int = 16
+    max_batch_size: int = 4
     chunk_tokens: int = 2048
 
     def __post_init__(self) -> None:
@@ -150,7 +150,8 @@ def _load_drafter(
         config = guarded_load("read", path, lambda: library.Config.from_directory(str(view)))
         require_features(config, drafter)
         config.target_layer_ids = list(tap_layer_indices(drafter.config))  # older versions read no tap_shift
-        model, cache = _build(library, path, config, tokens, 0, ExllamaSettings(max_batch_size=settings.max_batch_size))
+        history = drafter.config.block_size - 1  # as ExLlamaV3's own loader gives its drafters
+        model, cache = _build(library, path, config, tokens, history, replace(settings, cache_bits=None))
         _load(path, model, device, settings, {})
     loaded = ExllamaModel(library, config, model, cache, settings, torch.device(model.output_device))
     return ExllamaDrafter(loaded, drafter.config.block_size, tap_layer_indices(drafter.config))

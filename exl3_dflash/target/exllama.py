@@ -31,7 +31,8 @@ from quantize.checkpoint import TensorDirectory, linear_names
 
 FP16_MAX = 65504.0
 HASHED_BYTES = 4 << 30
-MEASURING_CACHE_TOKENS = 8192  # on-policy rows are written in it, as many at once as fit
+MEASURING_CACHE_TOKENS = 8192  # on-policy rows are written in it, as many at once as fit, but at most
+MEASURING_REQUESTS = 16
 
 
 class ExllamaTarget:
@@ -140,7 +141,8 @@ def load_exllama_target(
         Exl3DflashError: CUDA or ExLlamaV3 is not usable; the model cannot be read or does not fit.
     """
     library = require_exllamav3(device)
-    loaded, _ = load_models(library, path, None, device, ExllamaSettings(cache_tokens=MEASURING_CACHE_TOKENS))
+    settings = ExllamaSettings(cache_tokens=MEASURING_CACHE_TOKENS, max_batch_size=MEASURING_REQUESTS)
+    loaded, _ = load_models(library, path, None, device, settings)
     return ExllamaTarget(loaded, path, name, dtype or torch.bfloat16)
 
 

@@ -38,7 +38,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0}  # fmt: skip
 SLIDING, FULL = ["sliding_attention"], ["full_attention"]
-A_PAGE_FOR_EACH = ExllamaSettings(cache_tokens=6 * 256 - 8)
+A_PAGE_FOR_EACH = ExllamaSettings(cache_tokens=6 * 256 - 8, max_batch_size=6)
 CLOSE = 6e-3  # relative error of hidden states, FP16 against FP32
 EQUAL = 0.9  # share of drafted ids; FP16 logits nearly tie here and there
 CHANGED = 0.8

@@ -126,7 +126,7 @@ def test_cache_bits_and_gpu_split_reach_the_library(
     ):
         exllama_model._load(Path(), model, torch.device(device), settings, {"draft_model": 1})
     assert given == [
-        {"max_chunk_size": 2048, "max_batch_size": 16, "draft_model": 1},
+        {"max_chunk_size": 2048, "max_batch_size": 4, "draft_model": 1},
         {"max_chunk_size": 2048, "device": torch.device("cuda:1")},
         {"max_chunk_size": 2048, "use_per_device": [3.0, 5.0], "max_batch_size": 2, "draft_model": 1},
     ]

@@ -10,7 +10,7 @@ import torch
 
 from exl3_dflash.cli.engine_options import EngineName, engine_choice
 from exl3_dflash.errors import Exl3DflashError
-from exl3_dflash.runtime import load
+from exl3_dflash.runtime import exllama_library, load
 from exl3_dflash.runtime.exllama_library import require_exllamav3
 from exl3_dflash.runtime.exllama_model import ExllamaSettings
 from exl3_dflash.runtime.load import EngineChoice, load_pair
@@ -72,6 +72,17 @@ def test_a_machine_without_cuda_is_told_so_before_anything_is_loaded(
         with pytest.raises(Exl3DflashError, match="CUDA cannot be used"):
             require_exllamav3(CUDA)
     assert "exllamav3" not in sys.modules
+
+
+@pytest.mark.parametrize(("installed", "refused"), [("1.4.1", True), ("1.4.2", False), ("1.10.0+cu130", False)])
+def test_versions_too_old(installed: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exllama_library, "check_cuda_device", lambda *_, **__: None)
+    monkeypatch.setattr(exllama_library, "version", lambda _: installed)
+    if refused:
+        with pytest.raises(Exl3DflashError, match=r"ExLlamaV3 1\.4\.1 is too old .* expected 1\.4\.2 or newer"):
+            exllama_library.check_exllamav3(CUDA)
+    else:
+        exllama_library.check_exllamav3(CUDA)
 
 
 def test_precision_is_exllamas_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
