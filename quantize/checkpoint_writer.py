@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ from quantize.tensor_directory import INDEX_NAME, SINGLE_NAME
 
 DEFAULT_SHARD_BYTES = 8 * 1024**3
 _HEADROOM_BYTES = 16 * 1024**2  # headers and JSON files
-_TEMPORARY_SUFFIX = ".partial"
+_TEMPORARY_SUFFIX, _REPLACED_SUFFIX = ".partial", ".old"
 _RESERVED = (CONFIG_NAME, QUANTIZATION_NAME, INDEX_NAME)
 
 
@@ -141,10 +142,15 @@ class CheckpointWriter:
         return self.out_dir
 
     def discard_leftovers(self) -> None:
-        """Remove what killed writers of the same `out_dir` left beside it. Only for a caller that knows it is alone."""
-        own = self._inside("").name
-        for path in self.out_dir.parent.glob(_temporary_prefix(self.out_dir) + "*" + _TEMPORARY_SUFFIX):
-            if path.name != own:
+        """Remove what killed writers of the same `out_dir` left beside it; where one was killed while it replaced a
+        directory, that directory comes back. Only for a caller that knows it is alone."""
+        drawn = re.compile(re.escape(_temporary_prefix(self.out_dir)) + r"[a-z0-9_]+\.(partial|old)")
+        for path in list(self.out_dir.parent.iterdir()):
+            if not drawn.fullmatch(path.name) or path == self._temporary or not path.is_dir():
+                continue
+            if path.suffix == _REPLACED_SUFFIX and not self.out_dir.exists():
+                path.replace(self.out_dir)
+            else:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _flush(self) -> None:
@@ -241,7 +247,7 @@ def _put_in_place(temporary: Path, out_dir: Path) -> None:
     if not out_dir.exists():
         temporary.replace(out_dir)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".old", dir=out_dir.parent))
+    old = Path(tempfile.mkdtemp(prefix=_temporary_prefix(out_dir), suffix=_REPLACED_SUFFIX, dir=out_dir.parent))
     old.rmdir()  # only its name is wanted: not every system renames onto a directory
     out_dir.replace(old)
     try:

@@ -169,7 +169,7 @@ class ProcessExecutor:
     def _run(self, pool: ProcessPoolExecutor, tasks: Iterable[LinearTask]) -> Generator[Result]:
         running: dict[Future[QuantizedLinear], str] = {}
         for task in tasks:
-            running[pool.submit(LinearTask.run, task.on_threads(self._threads))] = task.name
+            running[pool.submit(LinearTask.run, task.to("cpu").on_threads(self._threads))] = task.name
             if len(running) == self._workers:
                 yield from _finished(running)
         while running:

@@ -253,3 +253,18 @@ def test_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_parent_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be written" in refused(tmp_path / "file" / "sub" / "out")
+
+
+def test_leftovers_of_killed_writers_go_and_what_they_were_replacing_comes_back(tmp_path: Path) -> None:
+    kept = [".out.00bpw.abcd1234.partial", "out.abcd1234.partial", "notes.old", ".out.config.old.txt"]
+    for name in (".out.abcd1234.partial", ".out.ef_01234.old", *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    with CheckpointWriter(tmp_path / "out", force=True) as writer:
+        writer.discard_leftovers()
+        assert (tmp_path / "out" / "config.json").read_text() == ".out.ef_01234.old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *kept])
+    (tmp_path / ".out.ef_01234.old").mkdir()
+    with CheckpointWriter(tmp_path / "out", force=True) as writer:
+        writer.discard_leftovers()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *kept])
