@@ -82,8 +82,7 @@ class ExllamaTarget:
     def tap_rows(self, ids: torch.Tensor, tap_ids: Sequence[int], want_logits: bool = False) -> TapRows:
         """One row ids (S,): taps (S, K*Ht) on the GPU, logits (S, V) only where wanted."""
         if len(ids) > self.loaded.settings.chunk_tokens:
-            rows = self.new_session().forward(ids, tap_ids, None if want_logits else 0)
-            return TapRows(rows.taps.clone(), rows.logits)
+            return self.new_session().forward(ids, tap_ids, None if want_logits else 0)
         self.check_tap_ids(tap_ids)
         parameters: dict[str, Any] = {"attn_mode": "flash_attn_nc", "export_state_layers": set(tap_ids)}
         run = self.loaded.model.forward if want_logits else self.loaded.model.prefill
