@@ -17,7 +17,7 @@ from quantize.tensor_directory import TensorDirectory
 
 from .outcome import Findings
 
-LAYER_RATES = (2, 2.5, 4, 6)
+LAYER_RATES = (2.5, 4)
 WORST_LAYER = 1.02  # error on the GPU over that on the CPU; two layers of equal quality differ by about 1 %
 WORST_DEMO = 1.05  # the demo's layers are small and its calibration runs in another precision
 LEAST_ACCEPTANCE = 0.97  # accept length of the GPU's result over that of the CPU's
