@@ -26,7 +26,7 @@ from exl3_dflash.hub.client import quiet_client, status_of
 Role = Literal["target", "drafter"]
 
 DEMO = "demo"
-WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "recipe.yaml")
 CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")
 UNWANTED_FILES = ("original/*", "onnx/*", "consolidated*")
 _HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
