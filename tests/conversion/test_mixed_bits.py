@@ -95,6 +95,10 @@ def test_the_plan_is_shown_before_encoding_and_kept_for_resuming(
     assert "a mixed plan of 2.25 bits on average is made after calibration" in stderr
     assert "predicted to retain" in stderr
 
+    code, _, stderr = run(capsys, pair, out, "--recipe", mixed / "recipe.yaml", "--resume")
+    assert code == 1
+    assert "settings.recipe was None" in stderr
+
     never = "exl3_dflash.conversion.deciding.expect_error"
     monkeypatch.setattr(never, lambda *_: pytest.fail("the plan was made again"))
     code, stdout, stderr = run(capsys, pair, out, "--bits", 2.25, "--resume")
