@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Generator, Iterable
@@ -167,19 +168,26 @@ class ProcessExecutor:
             pool.shutdown(cancel_futures=True)
 
     def _run(self, pool: ProcessPoolExecutor, tasks: Iterable[LinearTask]) -> Generator[Result]:
-        running: dict[Future[QuantizedLinear], str] = {}
+        running: dict[Future[bytes], str] = {}
         for task in tasks:
-            running[pool.submit(LinearTask.run, task.to("cpu").on_threads(self._threads))] = task.name
+            data = pickle.dumps(task.to("cpu").on_threads(self._threads))
+            running[pool.submit(_run_pickled, data)] = task.name
             if len(running) == self._workers:
                 yield from _finished(running)
         while running:
             yield from _finished(running)
 
 
-def _finished(running: dict[Future[QuantizedLinear], str]) -> Generator[Result]:
+def _run_pickled(task: bytes) -> bytes:
+    """Encode a task sent as bytes: a tensor as such would go through shared memory, of which containers have little."""
+    loaded: LinearTask = pickle.loads(task)
+    return pickle.dumps(loaded.run())
+
+
+def _finished(running: dict[Future[bytes], str]) -> Generator[Result]:
     """Wait for at least one, and take the finished ones out."""
     for future in wait(running, return_when=FIRST_COMPLETED).done:
-        yield running.pop(future), future.result()
+        yield running.pop(future), pickle.loads(future.result())
 
 
 def _start_worker() -> None:

@@ -20,7 +20,7 @@ from quantize.checkpoint import TensorDirectory
 from quantize.tensor_directory import file_sha256
 
 SAMPLE_BYTES = 1 << 20
-SETTING_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # config, tokenizer, template, prompts
+SETTING_SUFFIXES = {".json", ".jsonl", ".jinja", ".model", ".txt", ".tiktoken"}  # config, tokenizer, template, prompts
 SETTING_LIMIT = 64 << 20  # bytes; a larger file of such a name is data
 
 

@@ -6,7 +6,10 @@ mapping. The cluster's machines need the same exl3-dflash and CPUs of the same k
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import signal
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -35,16 +38,21 @@ class RayExecutor:
         own = not self._ray.is_initialized()
         if own:
             self._start()
+        running: dict[Any, str] = {}
         try:
-            yield from self._run(tasks)
+            yield from self._run(tasks, running)
         finally:
             if own:
-                self._ray.shutdown()
+                self._ray.shutdown()  # ends what still runs, here or on a cluster
+            else:
+                for reference in running:
+                    self._ray.cancel(reference)
 
     def _start(self) -> None:
         """Connect to the cluster of `RAY_ADDRESS`, or start one here."""
         try:
-            self._ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
+            with _own_sigterm():
+                self._ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
         except ConnectionError as error:
             raise Exl3DflashError(
                 f"the Ray cluster cannot be reached: {str(error).splitlines()[0]}",
@@ -52,20 +60,16 @@ class RayExecutor:
                 fix="start the cluster, or unset RAY_ADDRESS to work on this machine",
             ) from error
 
-    def _run(self, tasks: Iterable[LinearTask]) -> Generator[Result]:
+    def _run(self, tasks: Iterable[LinearTask], running: dict[Any, str]) -> Generator[Result]:
+        """Results as they are ready; `running` are the names of tasks that are not, by Ray's references."""
         encode = self._ray.remote(LinearTask.run).options(num_cpus=self._threads)
         at_once = self._workers or max(1, self._cpus() // self._threads)
-        running: dict[Any, str] = {}
-        try:
-            for task in tasks:
-                running[encode.remote(task.on_threads(self._threads))] = task.name
-                if len(running) == at_once:
-                    yield self._next(running)
-            while running:
+        for task in tasks:
+            running[encode.remote(task.to("cpu").on_threads(self._threads))] = task.name
+            if len(running) == at_once:
                 yield self._next(running)
-        finally:
-            for reference in running:
-                self._ray.cancel(reference, force=True)
+        while running:
+            yield self._next(running)
 
     def _cpus(self) -> int:
         """CPUs of the cluster; a tensor that no machine has room for would wait for ever."""
@@ -94,6 +98,15 @@ class RayExecutor:
                 expected="workers with enough memory and the same exl3-dflash",
                 fix="see Ray's log, then continue with --resume",
             ) from error
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Put the program's handler back afterwards: Ray sets its own, which exits with another code."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _import_ray() -> Any:

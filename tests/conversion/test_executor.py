@@ -97,6 +97,16 @@ def test_ray_gives_the_same_bytes() -> None:
     assert results == encoded_here()
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra `ray`")
+def test_ray_ends_when_the_work_is_stopped() -> None:
+    import ray
+
+    with closing(make_executor("ray", 2, 1).run(make_tasks())) as running:
+        next(running)
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+
+
 def test_ray_that_is_not_installed_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
