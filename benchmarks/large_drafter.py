@@ -48,12 +48,13 @@ METHODS = ("two-sided", "one-sided")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One linear: its size (in, out), wall seconds, and errors."""
+    """One linear: its size (in, out), wall and CPU seconds (the latter only without `--workers`), and errors."""
 
     name: str
     rows: int
     columns: int
     seconds: float
+    cpu: float | None
     proxy_error: float
     weight_error: float
 
@@ -103,12 +104,12 @@ def make_hessian(features: int, seed: int) -> Hessian:
     return Hessian(matrix, float(CALIBRATION_ROWS), CALIBRATION_ROWS, 0)
 
 
-def linears(layers: int) -> list[tuple[str, int, int]]:
-    """Names and sizes (in, out) of `fc` and the first layers."""
+def linears(options: argparse.Namespace) -> list[tuple[str, int, int]]:
+    """Names and sizes (in, out) of `fc` and the first layers, or of those that `--only` names."""
     found = [("fc", TAPS * HIDDEN, HIDDEN)]
-    for layer in range(layers):
+    for layer in range(options.layers):
         found += [(f"layers.{layer}.{name}", *shape) for name, shape in LAYER_SHAPES.items()]
-    return found
+    return [linear for linear in found if not options.only or linear[0] in options.only]
 
 
 class Tasks:
@@ -119,7 +120,7 @@ class Tasks:
         self.cpu_seconds = self.wall_seconds = 0.0
 
     def __iter__(self) -> Iterator[LinearTask]:
-        for index, (name, rows, columns) in enumerate(linears(self.options.layers)):
+        for index, (name, rows, columns) in enumerate(linears(self.options)):
             cpu, wall = time.process_time(), time.perf_counter()
             settings = QuantSettings(
                 bits=self.options.bits, seed=index, threads=self.options.threads, encoder=self.options.encoder
@@ -134,18 +135,21 @@ class Tasks:
 
 def measure(options: argparse.Namespace) -> Report:
     """Quantize `fc` and the first layers."""
-    tasks, sizes = Tasks(options), {name: (rows, columns) for name, rows, columns in linears(options.layers)}
+    tasks, sizes = Tasks(options), {name: (rows, columns) for name, rows, columns in linears(options)}
     executor = make_executor("local", options.workers, options.threads)
-    done = []
+    done: list[Tensor] = []
     wall, cpu_before = time.perf_counter(), cpu_seconds()
     for name, result in executor.run(tasks):
-        done.append(Tensor(name, *sizes[name], result.seconds, result.proxy_error, result.weight_error))
-        print(f"{name:<24} {done[-1].rows:>6} x {done[-1].columns:<6} {result.seconds:7.1f} s", file=sys.stderr)
+        cpu = None
+        if options.workers < 2:
+            cpu = round(cpu_seconds() - cpu_before - tasks.cpu_seconds - sum(tensor.cpu or 0.0 for tensor in done), 2)
+        done.append(Tensor(name, *sizes[name], result.seconds, cpu, result.proxy_error, result.weight_error))
+        print(f"{name:<26} {done[-1].rows:>6} x {done[-1].columns:<6} {result.seconds:7.1f} s", file=sys.stderr)
     wall = time.perf_counter() - wall - tasks.wall_seconds
-    cpu = cpu_seconds() - cpu_before - tasks.cpu_seconds
+    all_cpu = cpu_seconds() - cpu_before - tasks.cpu_seconds
     own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     fc_share = done_seconds(done, "fc") / done_seconds(done)
-    times = (fc_share + (1.0 - fc_share) * LAYERS / options.layers) if options.layers else 1.0
+    times = 1.0 if options.only else fc_share + (1.0 - fc_share) * LAYERS / options.layers
     return Report(
         bits=options.bits,
         method=options.method,
@@ -155,11 +159,11 @@ def measure(options: argparse.Namespace) -> Report:
         layers_measured=options.layers,
         weights_measured=sum(tensor.rows * tensor.columns for tensor in done),
         wall=round(wall, 1),
-        cpu=round(cpu, 1),
+        cpu=round(all_cpu, 1),
         peak_memory=round((own + max(options.workers, 1) * children) / 2**20, 2),
         making_inputs=round(tasks.wall_seconds, 1),
         whole_wall=round(wall * times, 1),
-        whole_cpu=round(cpu * times, 1),
+        whole_cpu=round(all_cpu * times, 1),
         tensors=tuple(done),
     )
 
@@ -179,12 +183,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--bits", type=float, default=6)
     parser.add_argument("--layers", type=int, choices=range(1, LAYERS + 1), default=LAYERS, help="how many to measure")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these linears alone, with nothing extrapolated")
     parser.add_argument("--method", choices=METHODS, default=METHODS[0])
     parser.add_argument("--encoder", choices=ENCODERS, default=ENCODERS[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0, help="tensors at a time, in processes that share the threads")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not linears(options):
+        parser.error("--only names none of the linears, such as fc or layers.0.mlp.up_proj")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -196,9 +204,10 @@ def main(arguments: list[str] | None = None) -> int:
         facts = {"instruction_sets": encoder_paths(), "torch": torch.__version__, "python": platform.python_version()}
         print(json.dumps({**facts, **asdict(report)}))
     else:
-        print(f"{report.layers_measured} of {LAYERS} layers and fc, {report.weights_measured / 1e6:.0f} M weights:")
+        print(f"{len(report.tensors)} linears, {report.weights_measured / 1e6:.0f} M weights:")
         print(f"{report.wall:.0f} s wall, {report.cpu:.0f} s CPU, {report.peak_memory:.2f} GiB at the peak")
-        print(f"whole drafter: {report.whole_wall / 60:.1f} min wall, {report.whole_cpu / 60:.1f} min CPU")
+        if not options.only:
+            print(f"whole drafter: {report.whole_wall / 60:.1f} min wall, {report.whole_cpu / 60:.1f} min CPU")
     return 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from quantize import encoder
 from quantize.codebook import CODEBOOKS, codebook_values
-from quantize.encoder import default_threads, encode_tiles, encoder_paths
+from quantize.encoder import clock_hertz, default_threads, encode_tiles, encoder_paths
 from quantize.errors import Exl3DflashError
 from quantize.trellis import SUPPORTED_BITS, decode_trellis, pack_states, position_bits, unpack_states, weight_to_tiles
 
@@ -211,3 +211,7 @@ def test_a_missing_native_module_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 def test_threads_default_to_the_cores_of_this_process() -> None:
     assert 1 <= default_threads() <= 4096
     assert "portable" in encoder_paths()
+
+
+def test_the_clock_is_that_of_a_processor() -> None:
+    assert clock_hertz() == 0.0 or 2e8 < clock_hertz() < 2e10

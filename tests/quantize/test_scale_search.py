@@ -62,6 +62,20 @@ def test_known_optima(codebook: str, low: float, high: float) -> None:
     assert low < search_scale(weight, TileCoder(5, codebook)) < high
 
 
+def test_scales_stay_positive_where_the_codebook_is_far_too_narrow() -> None:
+    weight = regularize(uneven_weight(128, 128), True, 0).weight
+    assert 0.0 < search_scale(weight, GridCoder(4, "mul1", limit=0.02)) < 0.2
+
+
+def test_a_scale_and_its_neighbours_are_coded_in_one_call() -> None:
+    coder = GridCoder(4, "mul1")
+    weight = regularize(uneven_weight(256, 384), True, 0).weight
+    search_scale(weight, coder)
+    tiles = len(sample_tiles(weight))
+    assert coder.coded[0] == 3 * -(-tiles // 3)
+    assert len(coder.coded) < sum(coder.coded) / tiles
+
+
 def test_zero_weight_needs_no_scale() -> None:
     assert search_scale(torch.zeros(128, 128), TileCoder(4, "mul1")) == 1.0
 
