@@ -105,7 +105,8 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     tuned = [float(bits) for bits in options.tuned.split(",") if bits]
     made = [Variant(bits, method) for bits in rates for method in methods if method not in GGUF_BITS]
     made += [Variant(bits, "two-sided-tuned") for bits in tuned]
-    return made + [Variant(GGUF_BITS[method], method) for method in methods if method in GGUF_BITS]
+    made += [Variant(GGUF_BITS[method], method) for method in methods if method in GGUF_BITS]
+    return sorted(made, key=lambda variant: variant.bits)
 
 
 def _rows(options: argparse.Namespace, target: Target, resolved: ResolvedModel, reporter: Reporter) -> RowSet:

@@ -1,9 +1,10 @@
-"""docs/fidelity.md holds what its command makes: ten variants with intervals, and the plot."""
+"""Generated documents hold what their commands make: every variant with intervals, and the plots."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks import fidelity
 from benchmarks.retention import BEGIN, DOCUMENT, END, MODES
 
 
@@ -18,3 +19,21 @@ def test_every_variant_has_a_line_with_intervals(bits: str, mode: str) -> None:
 
 def test_the_plot_is_there() -> None:
     assert DOCUMENT.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(f"{bits} bpw, {method}" for bits in ("2", "2.5", "3", "4") for method in ("uncalibrated", "two-sided")),
+        "2 bpw, two-sided-tuned",
+        "4.5 bpw, gguf-q4_0",
+        "8.5 bpw, gguf-q8_0",
+    ],
+)
+def test_the_grid_has_every_variant_with_intervals(variant: str) -> None:
+    begin, end = fidelity.markers("demo")
+    text = fidelity.DOCUMENT.read_text(encoding="utf-8").split(begin)[1].split(end)[0]
+    lines = [line for line in text.splitlines() if line.startswith(f"| {variant} |")]
+    assert lines[0].count(" to ") == 3
+    plot = fidelity.DOCUMENT.with_name("fidelity_grid_demo.png")
+    assert plot.read_bytes().startswith(b"\x89PNG")
