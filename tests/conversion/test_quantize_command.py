@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from exl3_dflash.cli.app import main
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from tests.tiny_models import make_tiny_drafter
-from tests.tiny_targets import make_tiny_llama
+from tests.tiny_targets import CHAT_TEMPLATE, make_tiny_llama
 
 REPORT_KEYS = {
     "out_dir", "bits", "bpw", "head_bits", "size_bytes", "tensors", "calibration", "tap_shift", "accept_length",
@@ -142,6 +142,8 @@ def test_head_bits_are_inert_without_a_head_and_count_with_one(capsys, pair, tmp
         (("--cal-rows", 0), "--cal-rows 0"),
         (("--calibration", "maybe"), "'maybe'"),
         (("--cal-data", "nothing-here.txt"), "nothing-here.txt"),
+        (("--thinking", "sometimes"), "'sometimes'"),
+        (("--tune", "--calibration", "none"), "--tune with --calibration none"),
     ],
 )
 def test_wrong_options_are_one_line_and_leave_nothing(capsys, pair, tmp_path: Path, options, said: str) -> None:
@@ -151,6 +153,15 @@ def test_wrong_options_are_one_line_and_leave_nothing(capsys, pair, tmp_path: Pa
     assert stdout == ""
     assert said in stderr.strip().splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_thinking_needs_a_template_with_the_switch(capsys, pair, tmp_path: Path) -> None:
+    target = make_tiny_llama(tmp_path / "target", chat_template=CHAT_TEMPLATE.replace("enable_thinking", "other"))
+    out = tmp_path / "out"
+    code, _, stderr = run(capsys, "quantize", pair[1], "--target", target, "--out", out, "--thinking", "both", "-q")
+    assert code == 1
+    assert "no thinking switch" in stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
 
 
 def test_target_is_asked_for_before_anything_else(capsys, pair, tmp_path: Path) -> None:
