@@ -7,18 +7,20 @@ import shutil
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.errors import Exl3DflashError
 from tests.demo_pair import demo_directories
-from tests.gpu import drafting, generation, layers, run_all, speed, tiles
+from tests.gpu import cpu_expert, drafting, generation, layers, run_all, speed, tiles
 from tests.gpu.outcome import as_json, run_check, table
 from tests.quantize.gpu_stand_in import GPU, EncoderStub, fake_gpu
 
-from . import extension_stub
+from . import extension_stub, format_decode
 from .exllama_pair import Theirs, load_reference, load_theirs
 
 pytestmark = pytest.mark.conformance
@@ -59,6 +61,50 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         passed, figures = tiles.compare_tiles(GPU, extension, count=4)
     assert not passed
     assert not figures["2.5 bits mul1"]["decoded"]
+
+
+class CpuExpert:
+    """The expert kernel in float64, by the format's description; `error` is added to its output."""
+
+    def __init__(self, error: float = 0.0) -> None:
+        self.error = error
+
+    def exl3_moe_cpu_make_layer(self, *arguments: Any) -> int:
+        assert list(arguments[9:]) == [[], [], [], 0, 0.0, 0]
+        stored = [part[0] for part in arguments[:9]]
+        self.weights = [unrounded(*stored[index : index + 3]) for index in (0, 3, 6)]
+        return 1
+
+    def exl3_moe_cpu_forward(self, handle: int, x: Any, selected: Any, weights: Any, out: Any, threads: int) -> None:
+        assert selected.dtype == torch.int64
+        gate, up, down = self.weights
+        out.copy_(((torch.nn.functional.silu(x.double() @ gate) * (x.double() @ up)) @ down) * (1.0 + self.error))
+
+    def exl3_moe_cpu_free_layer(self, handle: int) -> None:
+        assert handle == 1
+
+
+def unrounded(trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor) -> torch.Tensor:
+    """A layer with the codebook (byte sum - 510) * k, by the independent decoder's reading of the bits."""
+
+    def codebook_value(states: np.ndarray, codebook: str) -> np.ndarray:
+        products = (states.astype(np.uint64) * 0x83DCD12D) & 0xFFFFFFFF
+        byte_sums = sum(
+            ((products >> np.uint64(shift)) & np.uint64(255)).astype(np.float64) for shift in (0, 8, 16, 24)
+        )
+        return (byte_sums - 510.0) * float(np.array(0x1EEE, np.uint16).view(np.float16))
+
+    with mock.patch.object(format_decode, "codebook_value", codebook_value):
+        weight = format_decode.decode(trellis.numpy(), suh.numpy(), svh.numpy(), trellis.shape[2] / 16, "mul1")
+    return torch.from_numpy(weight).double()
+
+
+def test_the_cpu_expert() -> None:
+    passed, figures = cpu_expert.compare_cpu_expert(CpuExpert(), (2.5,))
+    assert passed, figures
+    assert figures["2.5 bits"]["flipped_bit"] > 1e-3
+    passed, _ = cpu_expert.compare_cpu_expert(CpuExpert(error=1e-5), (2.5,))
+    assert not passed
 
 
 def test_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +201,7 @@ def test_the_run_stops_where_the_extension_is_missing_and_goes_on_where_a_check_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [name for name, _, _ in run_all.checks(GPU, tmp_path)]
-    assert [name[:3] for name in names] == ["(a)", "(b)", "(b)", "(c)", "(c)", "(d)", "(d)", "(e)", "(e)"]
+    assert [name[:3] for name in names] == ["(a)", "(a)", "(b)", "(b)", "(c)", "(c)", "(d)", "(d)", "(e)", "(e)"]
     monkeypatch.setattr(
         run_all, "checks", lambda device, out: [("x", 1, lambda: (False, {})), ("y", 99, lambda: (True, {}))]
     )

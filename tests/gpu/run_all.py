@@ -30,7 +30,7 @@ from exl3_dflash.runtime.load import load_pair
 from quantize.cuda_extension import load_extension
 from quantize.cuda_requirements import check_cuda_device, is_precompiled
 
-from . import drafting, generation, layers, speed, tiles
+from . import cpu_expert, drafting, generation, layers, speed, tiles
 from .outcome import Findings, Outcome, as_json, run_check, table
 
 
@@ -58,6 +58,11 @@ def checks(device: torch.device, out: Path) -> list[tuple[str, float, Callable[[
 
     return [
         ("(a) tiles", 20, lambda: tiles.compare_tiles(device, load_extension(name))),
+        (
+            "(a) layers as the CPU expert kernel reads them",
+            20,
+            lambda: cpu_expert.compare_cpu_expert(load_extension(name)),
+        ),
         ("(b) layers of 2048 x 2048", 60, partial(layers.compare_layers, device)),
         ("(b) demo drafter, calibrated", 60, partial(layers.compare_demo, device, out / "demo")),
         ("(c) logits of the demo drafter", 20, partial(drafts, demo)),
