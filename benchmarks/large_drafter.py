@@ -16,8 +16,10 @@ Run `python benchmarks/large_drafter.py --bits 6 --threads 2 --json`.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import platform
+import pstats
 import resource
 import sys
 import time
@@ -148,8 +150,10 @@ def measure(options: argparse.Namespace) -> Report:
     wall = time.perf_counter() - wall - tasks.wall_seconds
     all_cpu = cpu_seconds() - cpu_before - tasks.cpu_seconds
     own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    fc_share = done_seconds(done, "fc") / done_seconds(done)
-    times = 1.0 if options.only else fc_share + (1.0 - fc_share) * LAYERS / options.layers
+    whole = 1.0 if options.only else whole_share([tensor.seconds for tensor in done], options.layers)
+    whole_cpu = whole
+    if not options.only and options.workers < 2:
+        whole_cpu = whole_share([tensor.cpu or 0.0 for tensor in done], options.layers)
     return Report(
         bits=options.bits,
         method=options.method,
@@ -162,10 +166,18 @@ def measure(options: argparse.Namespace) -> Report:
         cpu=round(all_cpu, 1),
         peak_memory=round((own + max(options.workers, 1) * children) / 2**20, 2),
         making_inputs=round(tasks.wall_seconds, 1),
-        whole_wall=round(wall * times, 1),
-        whole_cpu=round(all_cpu * times, 1),
+        whole_wall=round(wall * whole, 1),
+        whole_cpu=round(all_cpu * whole_cpu, 1),
         tensors=tuple(done),
     )
+
+
+def profiled(options: argparse.Namespace) -> Report:
+    """As `measure`; the functions in which most CPU time was spent go to standard error."""
+    profile = cProfile.Profile(time.process_time)
+    report = profile.runcall(measure, options)
+    pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(15)
+    return report
 
 
 def cpu_seconds() -> float:
@@ -174,9 +186,10 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def done_seconds(tensors: list[Tensor], name: str | None = None) -> float:
-    """Seconds of the tensors of this name, or of all."""
-    return sum(tensor.seconds for tensor in tensors if name in (None, tensor.name))
+def whole_share(seconds: list[float], layers: int) -> float:
+    """How many times as long as `fc` (the first) and these layers the whole drafter takes."""
+    fc = seconds[0] / sum(seconds)
+    return fc + (1.0 - fc) * LAYERS / layers
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -188,6 +201,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--encoder", choices=ENCODERS, default=ENCODERS[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0, help="tensors at a time, in processes that share the threads")
+    parser.add_argument("--profile", action="store_true", help="where CPU time goes; of use with --threads 1")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     options = parser.parse_args(arguments)
     if not linears(options):
@@ -199,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure; print a summary, or one JSON object with `--json`."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
-    report = measure(options)
+    report = profiled(options) if options.profile else measure(options)
     if options.json:
         facts = {"instruction_sets": encoder_paths(), "torch": torch.__version__, "python": platform.python_version()}
         print(json.dumps({**facts, **asdict(report)}))

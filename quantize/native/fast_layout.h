@@ -33,7 +33,7 @@ struct Precision {
 };
 
 inline Precision precision(Rate rate) {
-    constexpr Precision by_bits[] = {{},            {},            {9400, 3.4f},   {9400, 3.4f},  {20000, 3.3f},
+    constexpr Precision by_bits[] = {{},            {},            {9400, 3.4f},   {9400, 3.4f},  {20000, 3.4f},
                                      {40000, 3.3f}, {60000, 3.3f}, {180000, 3.2f}, {250000, 3.2f}};
     return narrow(rate) ? Precision{4390, 4.0f} : by_bits[rate.even];  // (4.0 + 3.4532) * 4390 < 2^15
 }
