@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -63,8 +64,7 @@ class ExllamaEngine:
         self._their_tokenizer: Any = None
         self._generator: Any = None
         self._running: list[ExllamaRequest] = []
-        self._stats = GenerationStats(prefill_tokens=0)
-        self._many: tuple[GenerationStats, ...] = ()
+        self._counted: tuple[GenerationStats, ...] = ()
         self.draft_tokens = self.max_draft_tokens if draft_tokens is None else draft_tokens
 
     @property
@@ -75,12 +75,12 @@ class ExllamaEngine:
     @property
     def stats(self) -> GenerationStats:
         """Counters of the running or the last request."""
-        return self._stats
+        return self._counted[-1] if self._counted else GenerationStats(prefill_tokens=0)
 
     @property
     def many_stats(self) -> tuple[GenerationStats, ...]:
-        """Counters of the requests of the running or the last `generate_many`, in their order."""
-        return self._many
+        """Counters of all requests of the running or the last `generate_many` or `generate`, in their order."""
+        return self._counted
 
     @property
     def context_limit(self) -> int:
@@ -110,9 +110,7 @@ class ExllamaEngine:
         """Forget every cached token; requests that are running end here."""
         for request in list(self._running):
             self.cancel(request)
-        if self._generator is not None and hasattr(self._generator, "close"):
-            self._generator.close()
-        self._generator = None
+        self._drop_generator()
 
     def generate(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> Generator[Step]:
         """Generate after the prompt `ids`; see `Engine.generate`. The prompt is checked before the first step.
@@ -133,7 +131,7 @@ class ExllamaEngine:
         """
         for request in requests:
             check_prompt(request.ids, self._target.facts, self.context_limit)
-        return self._several(requests)
+        return self._steps(requests)
 
     def submit(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> ExllamaRequest:
         """Queue a request; `step` runs it.
@@ -144,10 +142,9 @@ class ExllamaEngine:
         check_prompt(ids, self._target.facts, self.context_limit)
         limit, reason = token_limit(len(ids), stops, self.context_limit)
         generator = self._ready_generator()
-        early = 0 if hasattr(generator, "max_draft_tokens") else self._draft_tokens + 1  # older ones stop too early
         job = self._model.library.Job(
             input_ids=torch.tensor([list(ids)], dtype=torch.int64),
-            max_new_tokens=limit + early,
+            max_new_tokens=limit + self._spare_tokens(generator),
             sampler=make_sampler(self._model.library, sampling),
             seed=sampling.seed,
             stop_conditions=sorted(stops.token_ids) or None,
@@ -166,6 +163,15 @@ class ExllamaEngine:
         guarded_run(lambda: generator.enqueue(job))
         self._running.append(request)
         return request
+
+    def _spare_tokens(self, generator: Any) -> int:
+        """How much further than its limit a job must be let go; `advance` ends it at the limit.
+
+        Its pages hold the tokens drafted after the last one, but the drafter writes all of its block: where fewer are
+        drafted, rows without a page would go to the cache's first one. And older generators stop too early.
+        """
+        unpaged = self.max_draft_tokens - self._draft_tokens if self._draft_tokens else 0
+        return unpaged + (0 if hasattr(generator, "max_draft_tokens") else self._draft_tokens + 1)
 
     def cancel(self, request: ExllamaRequest) -> None:
         """End a request that has not finished; its pages are free again."""
@@ -211,22 +217,22 @@ class ExllamaEngine:
         return steps
 
     def _one(self, wanted: GenerationRequest) -> Generator[Step]:
-        request = self.submit(wanted.ids, wanted.sampling, wanted.stops)
-        self._stats = request.stats
-        try:
-            while not request.finished:
-                yield from (step for owner, step in self.step() if owner is request)
-            request.check()
-        finally:
-            self.cancel(request)
+        with closing(self._steps([wanted])) as steps:
+            yield from (step for _, step in steps)
 
-    def _several(self, wanted: Sequence[GenerationRequest]) -> Generator[tuple[int, Step]]:
-        requests = [self.submit(request.ids, request.sampling, request.stops) for request in wanted]
-        index = {id(request): number for number, request in enumerate(requests)}
-        self._many = tuple(request.stats for request in requests)
+    def _steps(self, wanted: Sequence[GenerationRequest]) -> Generator[tuple[int, Step]]:
+        """The steps of some requests, each with its request's index; those of others wait for who asks for them."""
+        requests: list[ExllamaRequest] = []
         try:
-            while not all(request.finished for request in requests):
-                yield from ((index[id(owner)], step) for owner, step in self.step() if id(owner) in index)
+            for one in wanted:
+                requests.append(self.submit(one.ids, one.sampling, one.stops))
+            self._counted = tuple(request.stats for request in requests)
+            while any(request.waiting or not request.finished for request in requests):
+                for owner, step in self.step():
+                    owner.waiting.append(step)
+                for index, request in enumerate(requests):
+                    while request.waiting:
+                        yield index, request.waiting.popleft()
             for request in requests:
                 request.check()
         finally:
@@ -252,6 +258,11 @@ class ExllamaEngine:
         """After a failure nothing is known of the cache: start over with the next request."""
         for request in list(self._running):
             self._end(request, "interrupted")
+        self._drop_generator()
+
+    def _drop_generator(self) -> None:
+        if self._generator is not None and self._model.lease.owner is self._generator:
+            self._model.lease.end()
         self._generator = None
 
     def _ready_generator(self) -> Any:
@@ -259,7 +270,9 @@ class ExllamaEngine:
         lease = self._model.lease
         if self._generator is None or lease.owner is not self._generator:
             assert not self._running, "the cache was taken while requests were running"
-            self._generator = lease.owner = guarded_run(self._new_generator)
+            lease.end()
+            self._generator = guarded_run(self._new_generator)
+            lease.take(self._generator, getattr(self._generator, "close", None))
         return self._generator
 
     def _new_generator(self) -> Any:

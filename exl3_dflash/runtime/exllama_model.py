@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,7 +42,7 @@ class ExllamaSettings:
         cache_tokens: tokens of all running requests together, prompts and answers, that the cache holds; None holds
             the target's positions, but at most DEFAULT_CACHE_TOKENS.
         cache_bits: bits per cached key and value of the target, 2 to 8; None caches in FP16.
-        gpu_split: GB of each GPU that may be used; None fills one GPU after the other.
+        gpu_split: GB of each GPU that target, drafter and caches may use; None fills one GPU after the other.
         max_batch_size: requests that run at once; a hybrid target keeps one recurrent state for each.
         chunk_tokens: prompt tokens of one forward.
 
@@ -69,14 +69,29 @@ class ExllamaSettings:
 
 def _check(name: str, value: object, valid: bool, expected: str) -> None:
     if not valid:
-        raise Exl3DflashError(f"{name}: {value}", expected, f"pass another number of {name}")
+        raise Exl3DflashError(f"{name}: {value}", expected, f"pass other {name}")
 
 
 @dataclass
 class CacheLease:
-    """Who wrote a cache last: a session or a generator. Whoever finds another owner starts over."""
+    """Who has a cache now, a session or a generator: one at a time, and the next one starts over.
+
+    What the owner holds of it beside pages (recurrent states, buffers) it gives back with `leave`, when it has to go.
+    """
 
     owner: object = None
+    leave: Callable[[], None] | None = None
+
+    def take(self, owner: object, leave: Callable[[], None] | None) -> None:
+        """The cache is `owner`'s from now on."""
+        self.end()
+        self.owner, self.leave = owner, leave
+
+    def end(self) -> None:
+        """The cache is nobody's."""
+        leave, self.owner, self.leave = self.leave, None, None
+        if leave is not None:
+            leave()
 
 
 @dataclass(frozen=True)
@@ -128,9 +143,9 @@ def load_models(
     history = 0 if drafter is None else drafter.config.block_size - 1
     loaded_drafter = None if drafter is None else _load_drafter(library, drafter, tokens, device, settings)
     model, cache = _build(library, target, config, tokens, history, settings)
+    _require_head(target, model)
     draft_model = {} if loaded_drafter is None else {"draft_model": loaded_drafter.loaded.model}
     _load(target, model, device, settings, draft_model if _takes_draft_model(model) else {})
-    _require_head(target, model)
     loaded = ExllamaModel(library, config, model, cache, settings, torch.device(model.output_device))
     return loaded, loaded_drafter
 
@@ -228,7 +243,8 @@ def _load(path: Path, model: Any, device: torch.device, settings: ExllamaSetting
     """Read the weights onto `device`, or onto every GPU where it names none and there are several."""
     several = device.type == "cuda" and device.index is None and torch.cuda.device_count() > 1
     if settings.gpu_split is not None:
-        more = {"use_per_device": list(settings.gpu_split), "max_batch_size": settings.max_batch_size, **more}
+        left = [max(0.0, gb - torch.cuda.memory_reserved(n) / 2**30) for n, gb in enumerate(settings.gpu_split)]
+        more = {"use_per_device": left, "max_batch_size": settings.max_batch_size, **more}
     elif several:
         more = {"max_batch_size": settings.max_batch_size, **more}
     else:

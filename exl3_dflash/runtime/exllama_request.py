@@ -9,6 +9,7 @@ A job's facts that are read, in 1.6.5 and 1.4.2 alike: `sequences[0].sequence_id
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +34,17 @@ class GenerationRequest:
 
 @dataclass(kw_only=True, eq=False)
 class ExllamaRequest(Emission):
-    """A request in the generator; `stats` counts it, and `stats.stop_reason` is set when it has ended."""
+    """A request in the generator; `stats` counts it, and `stats.stop_reason` is set when it has ended.
+
+    `waiting` are steps that came while another request's iterator ran the generator.
+    """
 
     job: Any
     submitted: float = field(default_factory=time.time)
     prefilled: bool = False
     rounds: int = 0
     error: Exl3DflashError | None = None
+    waiting: deque[Step] = field(default_factory=deque)
 
     @property
     def finished(self) -> bool:

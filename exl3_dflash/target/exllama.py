@@ -13,6 +13,7 @@ The head is ExLlamaV3's too. Where a gradient is wanted, its weight is decoded f
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from exl3_dflash.target.base import TapRows, TargetFacts
 from exl3_dflash.target.exllama_session import ExllamaSession
 from exl3_dflash.target.tokenizer import TransformersTokenizer, eos_ids_of
 from quantize.checkpoint import TensorDirectory, linear_names
+
+log = logging.getLogger(__name__)
 
 FP16_MAX = 65504.0
 HASHED_BYTES = 4 << 30
@@ -110,7 +113,10 @@ class ExllamaTarget:
                 expected=f"layers {', '.join(map(str, layers))}",
                 fix="choose a target of another architecture",
             )
-        self.clamped_values += sum(int((state.abs() >= FP16_MAX).sum()) for state in states)
+        clamped = sum(int((state.abs() >= FP16_MAX).sum()) for state in states)
+        if clamped and not self.clamped_values:
+            log.info("features of %s beyond 65,504 are clamped, as for a drafter in ExLlamaV3", self.facts.name)
+        self.clamped_values += clamped
         by_layer = dict(zip(layers, states, strict=True))
         return torch.cat([by_layer[layer][0].to(self.device, self.dtype) for layer in tap_ids], dim=-1)
 

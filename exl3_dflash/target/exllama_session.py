@@ -55,10 +55,14 @@ class ExllamaSession:
         self._target.check_tap_ids(taps)
         self._check_room(len(new_ids))
         self._take_over()
-        if self._cached < self.length:
-            self._advance(self._ids[self._cached :], (), 0)
         rows = len(new_ids) if logit_rows is None else min(logit_rows, len(new_ids))
-        result = self._advance(new_ids, taps, rows)
+        try:
+            if self._cached < self.length:
+                self._advance(self._ids[self._cached :], (), 0)
+            result = self._advance(new_ids, taps, rows)
+        except BaseException:  # also Ctrl-C: nothing is known of the cache
+            self._start_over()
+            raise
         self._ids.extend(new_ids)
         return result
 
@@ -77,13 +81,12 @@ class ExllamaSession:
             raise Exl3DflashError(
                 f"{self.length + count} tokens do not fit into the target's cache",
                 expected=f"at most {self._loaded.cache_tokens}",
-                fix="give a larger --cache-tokens",
+                fix="shorter rows; in `chat`, a larger --cache-tokens",
             )
 
     def _take_over(self) -> None:
         if self._loaded.lease.owner is not self:
-            self._start_over()
-            self._loaded.lease.owner = self
+            self._loaded.lease.take(self, self._start_over)
 
     def _start_over(self) -> None:
         self._cached = 0
@@ -101,11 +104,7 @@ class ExllamaSession:
             wanted = min(len(piece), max(0, start + len(piece) - (len(ids) - logit_rows)))
             parameters = self._parameters(tap_ids, wanted)
             run = self._loaded.model.forward if wanted else self._loaded.model.prefill
-            try:
-                output = run(torch.tensor([piece], dtype=torch.int64), parameters)
-            except BaseException:
-                self._start_over()
-                raise
+            output = run(torch.tensor([piece], dtype=torch.int64), parameters)
             self._cached += len(piece)
             taps.append(self._target.exported(parameters, tap_ids, len(piece)))
             if wanted:

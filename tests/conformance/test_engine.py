@@ -160,6 +160,33 @@ def test_more_requests_than_fit_wait_for_their_turn(generator_library: types.Mod
     assert together == alone
 
 
+def test_iterators_that_run_in_turn_lose_no_steps(engine: ExllamaEngine) -> None:
+    prompts, stops = prompts_of(engine)[1:], StopSettings(16)
+    alone = [facts(list(engine.generate(prompt, GREEDY, stops))) for prompt in prompts]
+    engine.reset()
+    first, second = (engine.generate(prompt, GREEDY, stops) for prompt in prompts)
+    begun = [next(first)]
+    assert facts(list(second)) == alone[1]
+    assert facts(begun + list(first)) == alone[0]
+
+
+def test_a_short_draft_leaves_the_drafters_first_rows_alone(theirs: Theirs) -> None:
+    """The drafter writes its whole block, also past the last page that an answer's drafted tokens need."""
+    engine = theirs.engine(draft_tokens=1)
+    prompt = (prompts_of(engine)[2] * 20)[:240]
+    request = engine.submit(prompt, GREEDY, StopSettings(14))  # 256 with the tokens drafted after the last one
+    engine.step()
+    assert theirs.drafter is not None
+    keys = [layer.k for layer in theirs.drafter.loaded.cache.layers.values()]  # (pages, 256, heads, head dim)
+    page = request.job.sequences[0].allocated_pages[0].page_index
+    before = [key[page, :200].clone() for key in keys]
+    while not request.finished:
+        engine.step()
+    assert len(request.emitted) == 14
+    for key, rows in zip(keys, before, strict=True):
+        assert torch.equal(key[page, :200], rows)
+
+
 def test_stops(engine: ExllamaEngine) -> None:
     prompt = prompts_of(engine)[2]
     full = tokens_of(list(engine.generate(prompt, GREEDY, StopSettings(COUNT))))
@@ -206,7 +233,9 @@ def test_a_session_of_the_target_takes_the_cache_and_the_engine_notices(theirs: 
     engine = theirs.engine()
     prompt = (prompts_of(engine)[2] * 20)[:600]
     first = tokens_of(list(engine.generate(prompt, GREEDY, StopSettings(12))))
+    generator = engine._ready_generator()
     theirs.target.new_session().forward(torch.tensor(prompt[::-1]), (0,), 1)
+    assert generator.draft_ids_pinned is None  # closed: its buffers and checkpoints are free
     assert tokens_of(list(engine.generate(prompt, GREEDY, StopSettings(12)))) == first
     assert engine.stats.reused_tokens == 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime.engine import StopSettings
-from exl3_dflash.runtime.exllama import ExllamaEngine
+from exl3_dflash.runtime.exllama import ExllamaEngine, GenerationRequest
 from exl3_dflash.runtime.exllama_model import ExllamaSettings
 from tests.demo_pair import demo_directories
 
@@ -60,6 +60,15 @@ def test_a_generator_that_fails_ends_its_requests_with_one_error(
             list(engine.generate(prompt, GREEDY, StopSettings(8)))
     assert engine.stats.stop_reason == "interrupted"
     assert len(tokens_of(list(engine.generate(prompt, GREEDY, StopSettings(8))))) == 8
+
+
+def test_a_request_that_is_refused_ends_those_before_it(engine: ExllamaEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, queued = engine._ready_generator(), []
+    enqueue = generator.enqueue
+    monkeypatch.setattr(generator, "enqueue", lambda job: (queued.append(job), enqueue(job), 1 / (2 - len(queued))))
+    with pytest.raises(Exl3DflashError, match="generator failed"):
+        list(engine.generate_many([GenerationRequest([5, 6], GREEDY, StopSettings(4))] * 2))
+    assert engine._running == []
 
 
 def test_a_request_that_fails_alone_leaves_the_others_running(engine: ExllamaEngine) -> None:

@@ -130,6 +130,9 @@ def test_cache_bits_and_gpu_split_reach_the_library(
         {"max_chunk_size": 2048, "device": torch.device("cuda:1")},
         {"max_chunk_size": 2048, "use_per_device": [3.0, 5.0], "max_batch_size": 2, "draft_model": 1},
     ]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: (1 << 30, 6 << 30)[gpu])  # the drafter is there
+    exllama_model._load(Path(), model, torch.device("cuda"), ExllamaSettings(gpu_split=(3.0, 5.0)), {})
+    assert given[-1]["use_per_device"] == [2.0, 0.0]
     theirs = load_theirs(generator_library, *demo_directories(), ExllamaSettings(cache_bits=4))
     layers = theirs.target.loaded.cache.layers.values()
     assert {(layer.k_bits, layer.v_bits) for layer in layers} == {(4, 4)}

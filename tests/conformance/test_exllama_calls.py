@@ -65,7 +65,6 @@ def calls(generator_library: types.ModuleType) -> Calls:
         setattr(generator, name, _kept(f"Generator.{name}", getattr(generator, name), kept))
     prompt = prompts_of(engine)[0]
     list(engine.generate(prompt, FILTERED, StopSettings(6, frozenset(engine.tokenizer.eos_token_ids))))
-    engine.generate(prompt, FILTERED, StopSettings(6)).close()
     engine.cancel(engine.submit(prompt, FILTERED, StopSettings(6)))
     theirs.target.tap_rows(torch.tensor(prompt), (0, 1), want_logits=True)
     theirs.target.new_session().forward(torch.tensor(prompt), (0, 1), 0)

@@ -18,6 +18,7 @@ from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.progress import Reporter
 from exl3_dflash.runtime.engine import SamplingSettings, StopSettings
+from exl3_dflash.runtime.exllama import ExllamaEngine
 from exl3_dflash.runtime.exllama_model import ExllamaSettings
 from exl3_dflash.runtime.reference import ReferenceEngine
 from exl3_dflash.target.base import Target
@@ -205,17 +206,46 @@ def test_a_recurrent_state_starts_over_where_tokens_are_taken_back(
     torch.testing.assert_close(rows.logits, theirs.new_session().forward(ids[:24], None, 1).logits)
 
 
+def test_every_recurrent_state_is_given_back_once(theirs: ExllamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many as requests may run at once: rows after rows, sessions in turn, a generator between them."""
+    held: list[int] = []
+
+    class OneOfMany(CountedState):
+        def __init__(self) -> None:
+            super().__init__()
+            held.append(id(self))
+
+        def free(self) -> None:
+            held.remove(id(self))  # raises where it was given back already
+
+    monkeypatch.setattr(theirs, "facts", replace(theirs.facts, recurrent=True))
+    monkeypatch.setattr(theirs.loaded.cache, "get_new_state", OneOfMany)
+    for _ in range(3):
+        theirs.tap_rows(random_ids(CHUNK + 9), (1,))
+        assert len(held) == 1
+    first, second = theirs.new_session(), theirs.new_session()
+    for session in (first, second, first):
+        session.forward(random_ids(5))
+        assert len(held) == 1
+    list(ExllamaEngine(theirs).generate([5], SamplingSettings(), StopSettings(2)))
+    assert held == []
+    first.forward(random_ids(5))
+    first.rollback(2)
+    assert held == []
+
+
 def test_an_interrupted_forward_leaves_the_session_as_it_was(
     theirs: ExllamaTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = random_ids(40, seed=7)
     session = theirs.new_session()
     session.forward(ids[:20])
-    with monkeypatch.context() as broken:
-        broken.setattr(theirs.loaded.model, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            session.forward(ids[20:])
-    assert session.length == 20
+    for owner, name in ((theirs.loaded.model, "forward"), (theirs, "exported")):
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                session.forward(ids[20:])
+        assert session.length == 20
     rows = session.forward(ids[20:], None, 1)
     torch.testing.assert_close(rows.logits, theirs.new_session().forward(ids, None, 1).logits)
 
