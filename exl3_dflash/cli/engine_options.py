@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl3_dflash.errors import Exl3DflashError
+from quantize.cuda_requirements import check_cuda_device
 
 if TYPE_CHECKING:
     from exl3_dflash.runtime.load import EngineChoice
@@ -23,9 +24,36 @@ class EngineName(StrEnum):
     reference = "reference"
 
 
+def _engine_can_run(engine: EngineName) -> EngineName:
+    """Refuse ExLlamaV3 where something that it needs is missing, while the command line is read."""
+    if engine == EngineName.exllamav3:
+        check_cuda_device("cuda", kernels=True)
+    return engine
+
+
+def _is_split(text: str | None) -> str | None:
+    """Refuse a split that cannot be read, before anything is imported."""
+    _parse_split(text)
+    return text
+
+
+def _parse_split(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise Exl3DflashError(f"--gpu-split {text!r}", "GB for each GPU, for example 20,24", "give numbers") from None
+
+
 EngineOption = Annotated[
     EngineName,
-    typer.Option("--engine", help="auto is exllamav3 on CUDA, else reference.", rich_help_panel=PANEL),
+    typer.Option(
+        "--engine",
+        callback=_engine_can_run,
+        help="auto is exllamav3 on CUDA, else reference.",
+        rich_help_panel=PANEL,
+    ),
 ]
 CacheTokensOption = Annotated[
     int | None,
@@ -37,7 +65,9 @@ CacheBitsOption = Annotated[
 ]
 GpuSplitOption = Annotated[
     str | None,
-    typer.Option("--gpu-split", help="GB to use of each GPU, for example 20,24.", rich_help_panel=PANEL),
+    typer.Option(
+        "--gpu-split", callback=_is_split, help="GB to use of each GPU, for example 20,24.", rich_help_panel=PANEL
+    ),
 ]
 DynamicDraftOption = Annotated[
     bool,
@@ -59,12 +89,3 @@ def engine_choice(
     given = any(value is not None for value in (cache_tokens, cache_bits, gpu_split))
     settings = ExllamaSettings(cache_tokens, cache_bits, _parse_split(gpu_split)) if given else None
     return EngineChoice(engine.value, settings, dynamic_draft)
-
-
-def _parse_split(text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise Exl3DflashError(f"--gpu-split {text!r}", "GB for each GPU, for example 20,24", "give numbers") from None

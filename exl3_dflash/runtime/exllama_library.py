@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 import torch
@@ -26,7 +26,10 @@ def check_exllamav3(device: torch.device) -> None:
             f"the engine exllamav3 runs on CUDA, not on {device}", "a CUDA device", "use --engine reference"
         )
     check_cuda_device(str(device), kernels=True)
-    installed = version(PACKAGE)
+    try:
+        installed = version(PACKAGE)
+    except PackageNotFoundError:  # sources on the path: what they lack is found where it is used
+        return
     if tuple(int(number) for number in re.findall(r"\d+", installed)[:3]) < OLDEST:
         raise Exl3DflashError(
             f"ExLlamaV3 {installed} is too old for the engine exllamav3",

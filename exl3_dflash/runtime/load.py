@@ -56,7 +56,7 @@ class EngineChoice:
         """The engine for `device`.
 
         Raises:
-            Exl3DflashError: settings of ExLlamaV3 for the reference engine.
+            Exl3DflashError: settings of ExLlamaV3 for the reference engine, or a split that contradicts the device.
         """
         name = self.name if self.name != AUTO else EXLLAMAV3 if device.type == "cuda" else REFERENCE
         if name == REFERENCE and (self.exllama is not None or self.dynamic_draft):
@@ -65,7 +65,19 @@ class EngineChoice:
                 expected="these options with the engine exllamav3 alone",
                 fix="leave them out, or run on CUDA",
             )
+        if self.exllama is not None and self.exllama.gpu_split is not None:
+            _check_split(self.exllama.gpu_split, device)
         return name
+
+
+def _check_split(split: tuple[float, ...], device: torch.device) -> None:
+    gpus = torch.cuda.device_count()
+    if device.index is not None:
+        raise Exl3DflashError(f"a GPU split, and the one device {device}", "one of both", "use --device cuda")
+    if len(split) > gpus:
+        raise Exl3DflashError(
+            f"a GPU split over {len(split)} GPUs", f"at most {gpus}, which torch sees", "see nvidia-smi"
+        )
 
 
 @dataclass(frozen=True)

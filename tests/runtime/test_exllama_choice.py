@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 
+from exl3_dflash.cli.app import app
 from exl3_dflash.cli.engine_options import EngineName, engine_choice
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime import exllama_library, load
 from exl3_dflash.runtime.exllama_library import require_exllamav3
 from exl3_dflash.runtime.exllama_model import ExllamaSettings
 from exl3_dflash.runtime.load import EngineChoice, load_pair
+from quantize import cuda_requirements
 from tests.tiny_targets import make_tiny_llama
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,6 +36,33 @@ def test_options_of_one_engine_are_refused_for_the_other(choice: EngineChoice) -
     assert choice.resolve(CUDA) == "exllamav3"
     with pytest.raises(Exl3DflashError, match=r"reference engine, which runs on cpu, has no cache options"):
         choice.resolve(CPU)
+
+
+def test_a_split_that_contradicts_the_machine_or_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    choice = EngineChoice(exllama=ExllamaSettings(gpu_split=(8.0, 8.0)))
+    assert choice.resolve(CUDA) == "exllamav3"
+    with pytest.raises(Exl3DflashError, match="a GPU split, and the one device cuda:1"):
+        choice.resolve(torch.device("cuda:1"))
+    with pytest.raises(Exl3DflashError, match="a GPU split over 3 GPUs; expected at most 2"):
+        EngineChoice(exllama=ExllamaSettings(gpu_split=(8.0, 8.0, 8.0))).resolve(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "exllamav3"], "CUDA cannot be used: there is no GPU"),
+        (["--gpu-split", "20;24"], "--gpu-split '20;24'; expected GB for each GPU"),
+    ],
+)
+def test_the_command_line_is_refused_before_anything_is_imported(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = Exl3DflashError("CUDA cannot be used: there is no GPU")
+    monkeypatch.setattr(cuda_requirements, "gpu_problem", lambda _: missing)
+    monkeypatch.setattr(load, "load_pair", lambda *_, **__: pytest.fail("the pair was loaded"))
+    with pytest.raises(Exl3DflashError, match=message):
+        app(["chat", "--target", "demo", "--no-draft", *options], standalone_mode=False)
 
 
 def test_command_line_options() -> None:
@@ -83,6 +113,15 @@ def test_versions_too_old(installed: str, refused: bool, monkeypatch: pytest.Mon
             exllama_library.check_exllamav3(CUDA)
     else:
         exllama_library.check_exllamav3(CUDA)
+
+
+def test_sources_on_the_path_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(_: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(exllama_library, "check_cuda_device", lambda *_, **__: None)
+    monkeypatch.setattr(exllama_library, "version", version)
+    exllama_library.check_exllamav3(CUDA)
 
 
 def test_precision_is_exllamas_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
