@@ -6,6 +6,7 @@ free; a tensor that no device can hold is encoded on the CPU meanwhile. Only the
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -74,6 +75,7 @@ def encode_batch(batch: Sequence[LinearTask], device: torch.device, stop: Event)
     except torch.OutOfMemoryError:
         if device == CPU:
             raise
+    gc.collect()  # futures, their error and its frames hold each other, and the frames hold tensors
     torch.cuda.empty_cache()
     if len(batch) > 1:
         return [result for task in batch for result in encode_batch([task], device, stop)]
@@ -82,7 +84,6 @@ def encode_batch(batch: Sequence[LinearTask], device: torch.device, stop: Event)
 
 
 def _encode_together(batch: Sequence[LinearTask], device: torch.device, stop: Event) -> list[Result]:
-
     def encode(task: LinearTask) -> Result:
         # The CPU only gives orders to a GPU: one thread per tensor does.
         return task.name, task.run() if device == CPU else task.on_threads(1).to(device).run()

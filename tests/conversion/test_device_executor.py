@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +135,32 @@ def test_what_does_not_fit_after_all_is_encoded_alone_or_on_the_cpu(
     results = device_executor.encode_batch([task(name, 128) for name in "abc"], GPU, threading.Event())
     assert results == [("a", "a cuda:0"), ("b", "b"), ("c", "c cuda:0")]
     assert "b does not fit into the memory of cuda:0: the CPU encodes it" in caplog.text
+
+
+def test_a_batch_that_did_not_fit_is_out_of_memory_before_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that failed keep their tensors alive through their errors, until these are collected."""
+    moved: list[weakref.ref[torch.Tensor]] = []
+
+    def to(task: LinearTask, device: torch.device) -> LinearTask:
+        weight = task.weight.clone()
+        moved.append(weakref.ref(weight))
+        return replace(task, weight=weight)
+
+    def run(task: LinearTask) -> bool:
+        if len(moved) <= 2:
+            both.wait()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return all(weight() is None for weight in moved[:2])
+
+    both = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(LinearTask, "to", to)
+    monkeypatch.setattr(LinearTask, "run", run)
+    gc.disable()
+    try:
+        results = device_executor.encode_batch([task(name, 128) for name in "ab"], GPU, threading.Event())
+    finally:
+        gc.enable()
+    assert results == [("a", True), ("b", True)]
 
 
 def test_closing_early_ends_the_work_at_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
