@@ -18,8 +18,10 @@ The decision is kept in the work directory, so that a resumed job follows the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from exl3_dflash.calibration.capture import Calibration
 from exl3_dflash.calibration.rowset import RowSet
@@ -54,6 +56,23 @@ class Pair:
     calibration: Calibration | None
 
 
+class DrawnErrors(Mapping[str, torch.Tensor]):
+    """Errors (in, out) of linears at given bits; each is drawn when it is asked for, and not kept."""
+
+    def __init__(self, errors: Mapping[str, ExpectedError], bits: Mapping[str, float]) -> None:
+        self._errors = errors
+        self._bits = bits
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._errors[name].draw(self._bits[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bits)
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+
 def decide_plan(
     settings: JobSettings,
     checkpoint: DrafterCheckpoint,
@@ -66,7 +85,7 @@ def decide_plan(
     of was shown before."""
     stored = work.load(PLAN)
     if stored is not None:
-        decided = make_plan(checkpoint, settings, stored.facts["bits"])
+        decided = plan if plan.decided else make_plan(checkpoint, settings, stored.facts["bits"])
         return replace(decided, predicted_retention=stored.facts["predicted_retention"])
     decided = decide(settings, checkpoint, plan, pair, reporter)
     if decided == plan:
@@ -160,7 +179,7 @@ def _measured_costs(
         at_probe = measure_costs(
             pair.target,
             pair.drafter,
-            {names[0]: {name: errors[name].draw(PROBE_BITS) for name in names} for names in members},
+            {names[0]: DrawnErrors(errors, dict.fromkeys(names, PROBE_BITS)) for names in members},
             rows,
             anchors_per_row=anchors_per_row(pair.drafter, pair.target),
             progress=_tick(advance),
@@ -176,7 +195,7 @@ def _measured_costs(
 
 def _predict(plan: QuantizationPlan, pair: Pair, errors: Mapping[str, ExpectedError], reporter: Reporter) -> float:
     """Retained accept length on the held-out rows with the errors that the plan will leave."""
-    drawn = {tensor.linear.name: errors[tensor.linear.name].draw(tensor.bits or 0) for tensor in plan.quantized}
+    drawn = DrawnErrors(errors, {tensor.linear.name: tensor.bits or 0 for tensor in plan.quantized})
     with reporter.bar("predict", len(pair.rows.held_out), "row") as advance:
         return simulated_retention(
             pair.target,

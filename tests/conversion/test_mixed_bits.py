@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from exl3_dflash.cli.app import main
 from exl3_dflash.conversion.allocation import PLAN_RATES, bit_groups
 from exl3_dflash.conversion.job import quantize_drafter
+from exl3_dflash.conversion.recipe import Recipe
 from exl3_dflash.conversion.settings import JobSettings
 from tests.family_models import make_family_drafter
 from tests.tiny_models import make_tiny_drafter
@@ -154,10 +156,34 @@ def test_wildcards_head_bits_and_unquantized_tensors(capsys, tmp_path: Path, pai
     assert "lm_head" not in written["tensors"]
 
 
+def test_a_resumed_job_follows_its_recipe(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the recipe leaves a tensor unquantized, of which the kept plan says nothing."""
+    target, drafter = pair
+    recipe = Recipe({"*": 2, "layers.0.self_attn.o_proj": 16})
+    data = str(target.parent / "text.txt")
+    sizes: dict[str, Any] = {"cal_data": data, "cal_rows": 4, "cal_cols": 64, "eval_rows": 2, "threads": 1}
+    settings = JobSettings(str(drafter), str(target), tmp_path / "out", recipe=recipe, **sizes)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("exl3_dflash.conversion.job.encode_tensors", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_drafter(settings)
+    assert (tmp_path / "out.work" / "plan.safetensors").exists()
+    report = quantize_drafter(replace(settings, resume=True))
+    assert "layers.0.self_attn.o_proj" in report.copied
+    assert report.predicted_retention is not None
+
+
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
         (("--bits", 1.2), 1, "--bits 1.2"),
+        (("--bits", "nan"), 1, "fix: give --bits 1.5"),
         (("--bits", 8.5), 1, "--bits 8.5"),
         (("--bits", 2.25, "--plan", "uniform"), 1, "use the nearest, 2"),
         (("--plan", "even"), 1, "'even'"),
