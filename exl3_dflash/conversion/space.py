@@ -7,6 +7,7 @@ from pathlib import Path
 
 from exl3_dflash.conversion.plan import QuantizationPlan
 from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.conversion.work_directory import SUFFIX
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint, LinearSpec
 from exl3_dflash.drafter.layout import output_linears
 from quantize.checkpoint import require_space
@@ -15,7 +16,8 @@ from quantize.hessian import STRIP_ROWS
 
 def require_job_space(plan: QuantizationPlan, checkpoint: DrafterCheckpoint, settings: JobSettings) -> None:
     """Raise `Exl3DflashError` unless the disks of output and work directory have room for the whole job."""
-    kept = work_bytes(plan, checkpoint, settings)
+    there = sum(file.stat().st_size for file in settings.work_path.glob("*" + SUFFIX))  # of a job that is resumed
+    kept = max(0, work_bytes(plan, checkpoint, settings) - there)
     out, work = _existing(settings.out_dir), _existing(settings.work_path)
     if out.stat().st_dev == work.stat().st_dev:
         require_space(out, plan.total_bytes + kept)
