@@ -119,13 +119,13 @@ def quantize(
 
     if recipe is not None and (bits is not None or plan != "auto"):
         raise typer.BadParameter("the recipe says the bits of every tensor", param_hint="--bits, --plan with --recipe")
-    given = read_recipe(recipe) if recipe is not None else None
+    given = read_recipe(recipe.expanduser()) if recipe is not None else None
     if head_bits is None and given is not None:
         head_bits = given.head_bits
     settings = JobSettings(
         source=source,
         target=target,
-        out_dir=out,
+        out_dir=out.expanduser(),
         bits=DEFAULT_BITS if bits is None else bits,
         plan=plan,
         recipe=given,
@@ -144,7 +144,7 @@ def quantize(
         seed=seed,
         block_size=block_size,
         force=force,
-        work_dir=work_dir,
+        work_dir=work_dir.expanduser() if work_dir is not None else None,
         resume=resume is True,
         restart=resume is False,
         executor=executor,

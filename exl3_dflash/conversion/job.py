@@ -88,6 +88,7 @@ def quantize_drafter(settings: JobSettings, reporter: Reporter | None = None) ->
     reporter = reporter or Reporter(quiet=True)
     start = time.perf_counter()
     torch.set_num_threads(settings.threads or default_threads())
+    settings.check_places()
     if not settings.resume:
         check_destination(settings.out_dir, settings.force)
     with WorkDirectory(

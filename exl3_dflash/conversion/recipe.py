@@ -16,6 +16,7 @@ such pairs as one (its own recipe maker ties the same pairs).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -68,7 +69,7 @@ def read_recipe(path: Path) -> Recipe:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise Exl3DflashError(f"the recipe {path} cannot be read: {error}", "a YAML file", "check --recipe") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter for dates that there are not
         place = " ".join(str(error).split())
         raise Exl3DflashError(
             f"the recipe {path} is no YAML: {place}", "keys that begin with * in quotes", "correct the file"
@@ -147,7 +148,7 @@ def _matches(entry: str, name: str) -> bool:
 
 
 def _check_number(path: Path, name: str, value: Any, rates: Sequence[float] | None) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     if not number or (rates is not None and value not in rates):
         expected = "a number" if rates is None else f"one of {', '.join(f'{rate:g}' for rate in rates)}"
         raise Exl3DflashError(f"the recipe {path} gives {name} the value {value!r}", expected, "correct the recipe")

@@ -19,6 +19,7 @@ METHODS = ("two-sided", "one-sided")
 PLANS = ("auto", "uniform", "mixed")
 DEFAULT_BITS, DEFAULT_HEAD_BITS = 6.0, 8.0
 LEAST_MEAN_BITS = 1.5
+LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ class JobSettings:
         ):
             if value < least:
                 raise Exl3DflashError(f"{option} {value}", expected=f"at least {least}", fix=f"give {option} {least}")
+        if abs(self.seed) > LARGEST_SEED:
+            raise Exl3DflashError(f"--seed {self.seed}", expected="a number of 64 bits", fix="give a smaller one")
         check_thinking(self.thinking)
         if self.tune and self.calibration != "target":
             raise Exl3DflashError(
@@ -137,6 +140,16 @@ class JobSettings:
                 fix="give --target, or --calibration none to quantize without calibration",
             )
 
+    def check_places(self) -> None:
+        """Refuse a work directory and an output in one another: the one is emptied, the other replaced as a whole."""
+        out, work = self.out_dir.resolve(), self.work_path.resolve()
+        if out == work or out in work.parents or work in out.parents:
+            raise Exl3DflashError(
+                f"--work-dir {self.work_path} and --out {self.out_dir} lie in one another",
+                expected="two directories apart",
+                fix="give another --work-dir",
+            )
+
     def _check_mean_bits(self) -> None:
         if self.plan == "uniform":
             _check_bits("--bits", self.bits, self.codebook)
@@ -144,7 +157,7 @@ class JobSettings:
             raise Exl3DflashError(
                 f"--bits {self.bits:g}",
                 expected=f"an average from {LEAST_MEAN_BITS:g} to {max(SUPPORTED_BITS)}, or 1",
-                fix=f"give --bits {min(max(self.bits, LEAST_MEAN_BITS), max(SUPPORTED_BITS)):g}",
+                fix=f"give --bits {min(max(LEAST_MEAN_BITS, self.bits), max(SUPPORTED_BITS)):g}",  # of NaN the least
             )
 
 

@@ -143,6 +143,7 @@ def test_head_bits_are_inert_without_a_head_and_count_with_one(capsys, pair, tmp
         (("--calibration", "maybe"), "'maybe'"),
         (("--cal-data", "nothing-here.txt"), "nothing-here.txt"),
         (("--thinking", "sometimes"), "'sometimes'"),
+        (("--seed", 2**63), "--seed 9223372036854775808"),
         (("--tune", "--calibration", "none"), "--tune with --calibration none"),
     ],
 )
@@ -153,6 +154,25 @@ def test_wrong_options_are_one_line_and_leave_nothing(capsys, pair, tmp_path: Pa
     assert stdout == ""
     assert said in stderr.strip().splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("out", "work"), [("o", "o"), ("o", "o/work"), ("work/o", "work"), ("o/../work/o", "work")])
+def test_output_and_work_directory_are_apart(capsys, pair, tmp_path: Path, out: str, work: str) -> None:
+    target, drafter = pair
+    places = ("--out", tmp_path / out, "--work-dir", tmp_path / work)
+    code, stdout, stderr = run(capsys, "quantize", drafter, "--target", target, *places, "-q")
+    assert (code, stdout) == (1, "")
+    assert "lie in one another" in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tilde_is_the_home_directory(capsys, pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "notes.txt").write_text("mine")
+    code, _, stderr = run(capsys, "quantize", pair[1], "--calibration", "none", "--out", "~/o", "-q")
+    assert code == 1
+    assert f"{tmp_path / 'o'} exists and is not empty" in stderr
 
 
 def test_thinking_needs_a_template_with_the_switch(capsys, pair, tmp_path: Path) -> None:

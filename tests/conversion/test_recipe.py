@@ -98,6 +98,8 @@ def test_recipes_that_do_not_fit(entries: dict[str, float], codebook: str, said:
         ("tensors: {fc: 9}", "9"),
         ("tensors: {fc: 3}\nhead_bits: 16", "head_bits"),
         ("tensors: {fc: 3}\ntarget_bpw: much", "target_bpw"),
+        ("tensors: {fc: 3}\ntarget_bpw: .nan", "target_bpw"),
+        ("tensors: {fc: 2001-99-99}", "no YAML"),
     ],
 )
 def test_files_that_are_no_recipes(tmp_path: Path, text: str, said: str) -> None:
