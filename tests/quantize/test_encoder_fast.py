@@ -116,7 +116,7 @@ def test_no_tiles_and_unknown_encoders() -> None:
 
 @pytest.mark.parametrize("bits", [4, 6])
 def test_layers_are_as_good_as_with_the_exact_search(bits: float) -> None:
-    """Another tile changes all that follow by feedback: small layers differ by percents either way, their mean does not."""
+    """Another tile changes all that follow by feedback: small layers differ by percents, their mean does not."""
     ratios = []
     for seed in range(16):
         weight, hessian = uneven_weight(128, 128, seed), hessian_of(correlated_rows(500, 128, seed))
