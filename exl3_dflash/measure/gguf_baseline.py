@@ -55,6 +55,7 @@ def _package() -> Any:
         import gguf.quants
     except ImportError as error:
         raise Exl3DflashError(
-            "the GGUF methods need the Python package gguf, which is not installed", fix="pip install gguf"
+            "the GGUF methods need the Python package gguf, which is not installed",
+            fix='pip install "exl3-dflash[gguf]"',
         ) from error
     return gguf
