@@ -21,19 +21,21 @@ def test_the_plot_is_there() -> None:
     assert DOCUMENT.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        *(f"{bits} bpw, {method}" for bits in ("2", "2.5", "3", "4") for method in ("uncalibrated", "two-sided")),
-        "2 bpw, two-sided-tuned",
-        "4.5 bpw, gguf-q4_0",
-        "8.5 bpw, gguf-q8_0",
-    ],
-)
-def test_the_grid_has_every_variant_with_intervals(variant: str) -> None:
-    begin, end = fidelity.markers("demo")
+METHODS = ("uncalibrated", "two-sided")
+GGUF = ("4.5 bpw, gguf-q4_0", "8.5 bpw, gguf-q8_0")
+GRIDS = {
+    "demo": ("2 bpw, two-sided-tuned", *GGUF, *(f"{b} bpw, {m}" for b in ("2", "2.5", "3", "4") for m in METHODS)),
+    "smollm2": (*GGUF, *(f"{b} bpw, {m}" for b in ("2", "3", "4") for m in METHODS)),
+}
+
+
+@pytest.mark.parametrize("section", GRIDS)
+def test_the_grids_have_every_variant_with_intervals(section: str) -> None:
+    begin, end = fidelity.markers(section)
     text = fidelity.DOCUMENT.read_text(encoding="utf-8").split(begin)[1].split(end)[0]
-    lines = [line for line in text.splitlines() if line.startswith(f"| {variant} |")]
-    assert lines[0].count(" to ") == 3
-    plot = fidelity.DOCUMENT.with_name("fidelity_grid_demo.png")
+    for variant in GRIDS[section]:
+        lines = [line for line in text.splitlines() if line.startswith(f"| {variant} |")]
+        assert lines, variant
+        assert lines[0].count(" to ") == 3, variant
+    plot = fidelity.DOCUMENT.with_name(f"fidelity_grid_{section}.png")
     assert plot.read_bytes().startswith(b"\x89PNG")
