@@ -80,7 +80,7 @@ def encode_tiles(
         odd,
         threads or default_threads(),
         path or "",
-        encoder == "fast" and codebook in _FAST_CODEBOOKS,
+        used_encoder(encoder, codebook) == "fast",
     )
     return table.index_select(0, states.view(-1)).view(tiles.shape), states
 
@@ -89,6 +89,11 @@ def check_encoder(name: str) -> None:
     """Raise `Exl3DflashError` unless `name` is one of `ENCODERS`."""
     if name not in ENCODERS:
         raise Exl3DflashError(f"unknown encoder {name!r}", expected="one of " + ", ".join(ENCODERS))
+
+
+def used_encoder(encoder: str, codebook: str) -> str:
+    """The search that `encode_tiles` makes: `exact` for codebooks that the fast one is not tuned for."""
+    return encoder if codebook in _FAST_CODEBOOKS else "exact"
 
 
 def encoder_paths() -> tuple[str, ...]:

@@ -139,25 +139,8 @@ def _run_steps(
     settings: JobSettings, inputs: _Inputs, work: WorkDirectory, reporter: Reporter
 ) -> tuple[QuantizeReport, Drafted]:
     """Everything between the checked inputs and the files."""
-    drafter = None
-    if inputs.target is not None:
-        drafter = DrafterModel.from_checkpoint(
-            inputs.checkpoint, dtype=inputs.target.dtype, device=inputs.target.device
-        )
-    rows = _load_rows(settings, inputs, work, reporter)
-    inputs, probe = _probe(settings, inputs, rows, reporter)
-    if drafter is not None:
-        drafter.config = inputs.checkpoint.config
-    calibration = None
-    if settings.calibration == "target":
-        assert inputs.target is not None
-        assert drafter is not None
-        assert rows is not None
-        calibration = calibrate_job(settings, inputs.checkpoint, inputs.target, drafter, rows, work, reporter)
-    pair = None
-    if inputs.target is not None and drafter is not None and rows is not None:
-        pair = Pair(inputs.target, drafter, rows, calibration)
-    inputs = replace(inputs, plan=decide_plan(settings, inputs.checkpoint, inputs.plan, pair, work, reporter))
+    inputs, pair, probe = _prepare(settings, inputs, work, reporter)
+    calibration = pair.calibration if pair else None
     quantized = encode_tensors(
         settings, inputs.checkpoint, inputs.plan, calibration, inputs.executor, work, reporter, inputs.unchanged.check
     )
@@ -174,22 +157,35 @@ def _run_steps(
         fidelity, drafted = measure_pair(
             inputs.checkpoint, pair.target, pair.drafter, drafted, quantized, pair.rows, reporter
         )
-    report = build_report(
-        settings,
-        inputs.source,
-        inputs.checkpoint,
-        inputs.target,
-        inputs.plan,
-        rows,
-        probe,
-        calibration,
-        drafted,
-        fidelity,
-    )
+    found = (pair.rows if pair else None, probe, calibration, drafted, fidelity)
+    report = build_report(settings, inputs.source, inputs.checkpoint, inputs.target, inputs.plan, *found)
     if isinstance(inputs.executor, DeviceExecutor):
         report = replace(report, encoder=DeviceExecutor.encoder)
     work.save(REPORT, {}, report.to_json())
     return report, drafted
+
+
+def _prepare(
+    settings: JobSettings, inputs: _Inputs, work: WorkDirectory, reporter: Reporter
+) -> tuple[_Inputs, Pair | None, ProbeResult | None]:
+    """Everything before encoding: the inputs with what was left open and all bits decided; what that was decided with,
+    None without a target; and what the probe found."""
+    pair, probe = None, None
+    if inputs.target is not None:
+        target = inputs.target
+        drafter = DrafterModel.from_checkpoint(inputs.checkpoint, dtype=target.dtype, device=target.device)
+        rows = _load_rows(settings, target, inputs.target_path, work, reporter)
+        checkpoint, probe = probe_checkpoint(
+            inputs.checkpoint, target, rows, inputs.target_path, settings.seed, reporter
+        )
+        inputs = replace(inputs, checkpoint=checkpoint)
+        drafter.config = checkpoint.config
+        calibration = None
+        if settings.calibration == "target":
+            calibration = calibrate_job(settings, checkpoint, target, drafter, rows, work, reporter)
+        pair = Pair(target, drafter, rows, calibration)
+    plan = decide_plan(settings, inputs.checkpoint, inputs.plan, pair, work, reporter)
+    return replace(inputs, plan=plan), pair, probe
 
 
 def _tune(
@@ -256,23 +252,23 @@ def _with_target(settings: JobSettings, inputs: _Inputs, reporter: Reporter) -> 
     return inputs
 
 
-def _load_rows(settings: JobSettings, inputs: _Inputs, work: WorkDirectory, reporter: Reporter) -> RowSet | None:
-    """Calibration and held-out rows; None without a target."""
-    if inputs.target is None:
-        return None
+def _load_rows(
+    settings: JobSettings, target: Target, target_path: Path | None, work: WorkDirectory, reporter: Reporter
+) -> RowSet:
+    """Calibration and held-out rows."""
     stored = work.load("rows")
     if stored is not None:
         return unpack_rows(stored)
     rows = load_rows(
         settings.cal_data,
-        inputs.target,
+        target,
         rows=settings.cal_rows if settings.calibration == "target" else 0,
         cols=settings.cal_cols,
         seed=settings.seed,
         held_out=settings.eval_rows,
         progress=reporter,
         thinking=THINKING[settings.thinking],
-        target_directory=inputs.target_path,
+        target_directory=target_path,
         answers=KeptAnswers(work),
     )
     for note in rows.notes:
@@ -280,15 +276,3 @@ def _load_rows(settings: JobSettings, inputs: _Inputs, work: WorkDirectory, repo
     packed = pack_rows(rows)
     work.save("rows", packed.tensors, packed.facts)
     return rows
-
-
-def _probe(
-    settings: JobSettings, inputs: _Inputs, rows: RowSet | None, reporter: Reporter
-) -> tuple[_Inputs, ProbeResult | None]:
-    """The inputs with the settings chosen that the checkpoint leaves open; without a target they stay as they are."""
-    if inputs.target is None or rows is None:
-        return inputs, None
-    checkpoint, result = probe_checkpoint(
-        inputs.checkpoint, inputs.target, rows, inputs.target_path, settings.seed, reporter
-    )
-    return replace(inputs, checkpoint=checkpoint), result

@@ -15,6 +15,7 @@ from exl3_dflash.hub.resolve import ResolvedModel
 from exl3_dflash.measure.fidelity import FidelityResult
 from exl3_dflash.measure.probe import ProbeResult
 from exl3_dflash.target.base import Target
+from quantize.encoder import used_encoder
 from quantize.linear import QuantizedLinear
 
 
@@ -47,7 +48,7 @@ def build_report(
         head_bits=settings.head_bits,
         head_quantized=plan.has_head,
         codebook=settings.codebook,
-        encoder=settings.encoder,
+        encoder=used_encoder(settings.encoder, settings.codebook),
         out_scales=settings.out_scales,
         size_bytes=0,
         source_bytes=plan.source_bytes,

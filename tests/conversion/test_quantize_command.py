@@ -99,6 +99,12 @@ def test_the_fast_encoder_is_the_default_recorded_and_about_as_good(capsys, pair
     assert ours == pytest.approx(reference, rel=0.05)
 
 
+def test_codebooks_that_are_always_searched_exactly_say_so(capsys, pair, tmp_path: Path) -> None:
+    options = ("--calibration", "none", "--codebook", "mcg", "--bits", 6, "--encoder", "fast", "--threads", 1)
+    code, stdout, _ = run(capsys, "quantize", pair[1], "--out", tmp_path / "o", *options, "--json", "-q")
+    assert (code, json.loads(stdout)["encoder"]) == (0, "exact")
+
+
 def test_calibration_none_is_said_everywhere(capsys, pair, tmp_path: Path) -> None:
     """FIELD_REPORTS 19: no file claims a calibration that was not run."""
     drafter = pair[1]
