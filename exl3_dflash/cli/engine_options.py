@@ -27,7 +27,11 @@ class EngineName(StrEnum):
 def _engine_can_run(engine: EngineName) -> EngineName:
     """Refuse ExLlamaV3 where something that it needs is missing, while the command line is read."""
     if engine == EngineName.exllamav3:
-        check_cuda_device("cuda", kernels=True)
+        try:
+            check_cuda_device("cuda", kernels=True)
+        except Exl3DflashError as error:
+            fix = (error.fix or "").replace("use --device cpu", "use --engine reference")
+            raise Exl3DflashError(error.what, error.expected, fix) from None
     return engine
 
 

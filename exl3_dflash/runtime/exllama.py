@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
+from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.runtime.engine import SamplingSettings, Step, StopSettings
 from exl3_dflash.runtime.exllama_errors import guarded_run, require_facts, run_failure
+from exl3_dflash.runtime.exllama_generator import make_generator, spare_tokens
 from exl3_dflash.runtime.exllama_model import ExllamaDrafter
 from exl3_dflash.runtime.exllama_request import JOB_FACTS, ExllamaRequest, GenerationRequest
 from exl3_dflash.runtime.exllama_sampling import make_sampler
@@ -33,8 +35,6 @@ from exl3_dflash.target.base import TargetTokenizer
 from exl3_dflash.target.exllama import ExllamaTarget
 
 __all__ = ["ExllamaEngine", "ExllamaRequest", "GenerationRequest"]
-
-_GENERATOR_FACTS = ("draft_ids_pinned",)
 
 
 class ExllamaEngine:
@@ -118,7 +118,7 @@ class ExllamaEngine:
         Raises:
             Exl3DflashError: an empty prompt, a token id outside the vocabulary, or a prompt that fills the context.
         """
-        check_prompt(ids, self._target.facts, self.context_limit)
+        self._check_prompt(ids)
         return self._one(GenerationRequest(ids, sampling, stops))
 
     def generate_many(self, requests: Sequence[GenerationRequest]) -> Generator[tuple[int, Step]]:
@@ -130,7 +130,7 @@ class ExllamaEngine:
             Exl3DflashError: as for `generate`, before the first step.
         """
         for request in requests:
-            check_prompt(request.ids, self._target.facts, self.context_limit)
+            self._check_prompt(request.ids)
         return self._steps(requests)
 
     def submit(self, ids: Sequence[int], sampling: SamplingSettings, stops: StopSettings) -> ExllamaRequest:
@@ -139,12 +139,12 @@ class ExllamaEngine:
         Raises:
             Exl3DflashError: as for `generate`.
         """
-        check_prompt(ids, self._target.facts, self.context_limit)
+        self._check_prompt(ids)
         limit, reason = token_limit(len(ids), stops, self.context_limit)
         generator = self._ready_generator()
         job = self._model.library.Job(
             input_ids=torch.tensor([list(ids)], dtype=torch.int64),
-            max_new_tokens=limit + self._spare_tokens(generator),
+            max_new_tokens=limit + spare_tokens(generator, self.max_draft_tokens, self._draft_tokens),
             sampler=make_sampler(self._model.library, sampling),
             seed=sampling.seed,
             stop_conditions=sorted(stops.token_ids) or None,
@@ -164,14 +164,14 @@ class ExllamaEngine:
         self._running.append(request)
         return request
 
-    def _spare_tokens(self, generator: Any) -> int:
-        """How much further than its limit a job must be let go; `advance` ends it at the limit.
-
-        Its pages hold the tokens drafted after the last one, but the drafter writes all of its block: where fewer are
-        drafted, rows without a page would go to the cache's first one. And older generators stop too early.
-        """
-        unpaged = self.max_draft_tokens - self._draft_tokens if self._draft_tokens else 0
-        return unpaged + (0 if hasattr(generator, "max_draft_tokens") else self._draft_tokens + 1)
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        check_prompt(ids, self._target.facts, self._target.facts.max_position_embeddings)
+        if len(ids) >= self.context_limit:
+            raise Exl3DflashError(
+                f"the cache is too small for the prompt, which has {len(ids)} tokens",
+                expected=f"fewer than {self.context_limit}",
+                fix="give a larger --cache-tokens, shorten the prompt or start a new conversation",
+            )
 
     def cancel(self, request: ExllamaRequest) -> None:
         """End a request that has not finished; its pages are free again."""
@@ -276,25 +276,7 @@ class ExllamaEngine:
         return self._generator
 
     def _new_generator(self) -> Any:
-        library, settings = self._model.library, self._model.settings
         if self._their_tokenizer is None:
-            self._their_tokenizer = library.Tokenizer.from_config(self._model.config)
-        draft: dict[str, Any] = {}
-        if self._drafter is not None and self._draft_tokens:
-            draft = {
-                "draft_model": self._drafter.loaded.model,
-                "draft_cache": self._drafter.loaded.cache,
-                "num_draft_tokens": self._draft_tokens,
-                "dynamic_draft_tokens": self._dynamic,
-                "record_draft_stats": True,
-            }
-        generator = library.Generator(
-            model=self._model.model,
-            cache=self._model.cache,
-            tokenizer=self._their_tokenizer,
-            max_batch_size=settings.max_batch_size,
-            max_chunk_size=settings.chunk_tokens,
-            **draft,
-        )
-        require_facts(generator, _GENERATOR_FACTS if draft else ())
-        return generator
+            self._their_tokenizer = self._model.library.Tokenizer.from_config(self._model.config)
+        drafter = self._drafter if self._draft_tokens else None
+        return make_generator(self._model, self._their_tokenizer, drafter, self._draft_tokens, self._dynamic)

@@ -69,7 +69,7 @@ class ExllamaSettings:
 
 def _check(name: str, value: object, valid: bool, expected: str) -> None:
     if not valid:
-        raise Exl3DflashError(f"{name}: {value}", expected, f"pass other {name}")
+        raise Exl3DflashError(f"{name}: {value}", expected, "pass another value")
 
 
 @dataclass

@@ -152,6 +152,10 @@ def load_pair(
     engine = engine or EngineChoice()
     where = choose_device(device)
     kind = engine.resolve(where)
+    if engine.dynamic_draft and (drafter is None or draft_tokens == 0):
+        raise Exl3DflashError(
+            "a dynamic draft without drafting", "a drafter that is run", "leave the dynamic draft out"
+        )
     if kind == EXLLAMAV3:
         check_exllamav3(where)
         if wanted is not None:

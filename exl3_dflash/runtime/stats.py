@@ -3,7 +3,7 @@
 Engines disagree about these names, so every number here is defined once:
 
 - verify step: one target forward over [anchor, draft_1..draft_m] of a decoding with a drafter (m is 0 for the last
-  token that a limit allows).
+  token that a limit allows, and where a dynamic draft expects nothing).
 - prefill token: the one that the prefill of a prompt gives. ExLlamaV3's prefill leaves the prompt's last token out, so
   that its first verify step begins there: it has no prefill token (`prefill_tokens` is 0).
 - accept length: tokens emitted after the prefill token / verify steps. Tokens that a stop cut away are not counted.
@@ -57,7 +57,7 @@ class GenerationStats:
 
     `first_step_seconds` are those of the first decoding step, which are also part of `decode_seconds`.
     `stop_reason` is "" while the request runs, then "token", "string", "length" (token limit), "context" (the model's
-    positions are used up) or "interrupted" (the consumer closed the stream).
+    positions, or its cache, are used up) or "interrupted" (the consumer closed the stream).
     """
 
     prompt_tokens: int = 0

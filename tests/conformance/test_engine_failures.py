@@ -44,6 +44,8 @@ def test_a_small_cache_is_the_limit_of_the_context(generator_library: types.Modu
     theirs = load_theirs(generator_library, *demo_directories(), ExllamaSettings(cache_tokens=200))
     engine = theirs.engine()
     assert engine.context_limit == 248  # one page of 256 less a block of 8
+    with pytest.raises(Exl3DflashError, match=r"cache is too small for the prompt, which has 250 tokens; .* 248"):
+        engine.generate([5] * 250, GREEDY, StopSettings())
     steps = list(engine.generate([5] * 240, GREEDY, StopSettings(100)))
     assert len(tokens_of(steps)) == 8
     assert engine.stats.stop_reason == "context"

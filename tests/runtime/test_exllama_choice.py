@@ -51,14 +51,14 @@ def test_a_split_that_contradicts_the_machine_or_the_device(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engine", "exllamav3"], "CUDA cannot be used: there is no GPU"),
+        (["--engine", "exllamav3"], "CUDA cannot be used: there is no GPU; fix: use --engine reference"),
         (["--gpu-split", "20;24"], "--gpu-split '20;24'; expected GB for each GPU"),
     ],
 )
 def test_the_command_line_is_refused_before_anything_is_imported(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = Exl3DflashError("CUDA cannot be used: there is no GPU")
+    missing = Exl3DflashError("CUDA cannot be used: there is no GPU", fix="use --device cpu")
     monkeypatch.setattr(cuda_requirements, "gpu_problem", lambda _: missing)
     monkeypatch.setattr(load, "load_pair", lambda *_, **__: pytest.fail("the pair was loaded"))
     with pytest.raises(Exl3DflashError, match=message):
@@ -122,6 +122,14 @@ def test_sources_on_the_path_have_no_version(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(exllama_library, "check_cuda_device", lambda *_, **__: None)
     monkeypatch.setattr(exllama_library, "version", version)
     exllama_library.check_exllamav3(CUDA)
+
+
+@pytest.mark.parametrize("draft_tokens", [None, 0])
+def test_a_dynamic_draft_needs_a_draft(draft_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "choose_device", lambda _: CUDA)
+    drafter = None if draft_tokens is None else "demo"
+    with pytest.raises(Exl3DflashError, match="a dynamic draft without drafting"):
+        load_pair("demo", drafter, draft_tokens=draft_tokens, engine=EngineChoice(dynamic_draft=True))
 
 
 def test_precision_is_exllamas_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
