@@ -27,6 +27,7 @@ from exl3_dflash.calibration.capture import Calibration
 from exl3_dflash.calibration.rowset import RowSet
 from exl3_dflash.conversion.allocation import BitGroup, allocate, bit_groups, plan_rates
 from exl3_dflash.conversion.encoding import make_task
+from exl3_dflash.conversion.estimate import estimate_seconds
 from exl3_dflash.conversion.measuring import anchors_per_row
 from exl3_dflash.conversion.plan import QuantizationPlan, describe, make_plan
 from exl3_dflash.conversion.settings import JobSettings
@@ -92,8 +93,7 @@ def decide_plan(
         return plan
     bits = {tensor.linear.name: tensor.bits for tensor in decided.quantized}
     work.save(PLAN, {}, {"bits": bits, "predicted_retention": decided.predicted_retention})
-    seconds = decided.estimate_seconds(settings.codebook, settings.threads, settings.encoder)
-    reporter.note(describe(decided, settings, seconds))
+    reporter.note(describe(decided, settings, estimate_seconds(decided, settings)))
     return decided
 
 

@@ -22,6 +22,7 @@ from exl3_dflash.conversion.calibrating import calibrate_job
 from exl3_dflash.conversion.deciding import Pair, decide_plan
 from exl3_dflash.conversion.device_executor import DeviceExecutor
 from exl3_dflash.conversion.encoding import encode_tensors
+from exl3_dflash.conversion.estimate import estimate_seconds
 from exl3_dflash.conversion.executor import Executor, make_executor
 from exl3_dflash.conversion.identity import UnchangedFiles, job_manifest
 from exl3_dflash.conversion.kept_answers import KeptAnswers
@@ -246,9 +247,7 @@ def _with_target(settings: JobSettings, inputs: _Inputs, reporter: Reporter) -> 
         target = load_target(resolved.path, device=settings.device, dtype=dtype, name=resolved.name)
         inputs = replace(inputs, target=target)
     plan = inputs.plan
-    reporter.note(
-        describe(plan, settings, plan.estimate_seconds(settings.codebook, settings.threads, settings.encoder))
-    )
+    reporter.note(describe(plan, settings, estimate_seconds(plan, settings)))
     return inputs
 
 

@@ -1,8 +1,7 @@
-"""What a job will do to each tensor, how large the result will be, and how long encoding will take.
+"""What a job will do to each tensor, and how large the result will be (how long it takes: `conversion.estimate`).
 
 Sizes follow the format: a quantized linear stores `bits` per padded weight, two FP16 scale vectors and a marker; copied
-tensors keep their source type. The time is the number of tiles times the time of a tile, measured on this machine just
-before the job with the job's own encoder, times the work of the scale search.
+tensors keep their source type.
 
 Bits come from a uniform rate, from a recipe, or, for a mixed plan, from what calibration saw (`conversion.deciding`):
 until then a mixed plan is undecided, and its bits are the upper bounds that sizes and time are reckoned with.
@@ -10,11 +9,8 @@ until then a mixed plan is undecided, and its bits are the upper bounds that siz
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
 
 from exl3_dflash.conversion.allocation import plan_rates
 from exl3_dflash.conversion.recipe import UNQUANTIZED_BITS, RecipeTensor, resolve_recipe
@@ -22,12 +18,10 @@ from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint, LinearSpec
 from exl3_dflash.drafter.dialects import LAGUNA
 from exl3_dflash.drafter.layout import HEAD
-from quantize.encoder import default_threads, encode_tiles
 
 TILE_WEIGHTS = 256
 PAD_TO = 128
 QKV = ("q_proj", "k_proj", "v_proj")
-SCALE_SEARCH_OVERHEAD = 1.25  # tiles encoded by the search over those of the tensor, at the sizes of real drafters
 
 
 @dataclass(frozen=True)
@@ -111,30 +105,10 @@ class QuantizationPlan:
         """Bytes of all tensors of the output."""
         return self.copied_bytes + sum(tensor.stored_bytes for tensor in self.tensors)
 
-    def estimate_seconds(self, codebook: str, threads: int, encoder: str) -> float:
-        """Seconds of encoding, from a measured tile of every bit rate in the plan."""
-        return (
-            sum(
-                sum(tensor.tiles for tensor in self.quantized if tensor.bits == bits)
-                * seconds_per_tile(bits, codebook, threads, encoder)
-                for bits in {tensor.bits for tensor in self.quantized if tensor.bits is not None}
-            )
-            * SCALE_SEARCH_OVERHEAD
-        )
-
 
 def padded(features: int) -> int:
     """`features` rounded up to the 128 of the Hadamard blocks."""
     return -(-features // PAD_TO) * PAD_TO
-
-
-def seconds_per_tile(bits: float, codebook: str, threads: int, encoder: str) -> float:
-    """Measured wall time of one tile with all threads busy."""
-    tiles = torch.randn(16 * (threads or default_threads()), TILE_WEIGHTS, generator=torch.Generator().manual_seed(0))
-    encode_tiles(tiles[:1], bits, codebook, threads, encoder=encoder)
-    start = time.perf_counter()
-    encode_tiles(tiles, bits, codebook, threads, encoder=encoder)
-    return (time.perf_counter() - start) / len(tiles)
 
 
 def make_plan(
