@@ -170,7 +170,7 @@ class ExllamaEngine:
             raise Exl3DflashError(
                 f"the cache is too small for the prompt, which has {len(ids)} tokens",
                 expected=f"fewer than {self.context_limit}",
-                fix="give a larger --cache-tokens, shorten the prompt or start a new conversation",
+                fix="shorten it, or in `chat` start a new conversation or give more --cache-tokens",
             )
 
     def cancel(self, request: ExllamaRequest) -> None:

@@ -21,12 +21,12 @@ def guarded_load(action: str, path: Path, function: Callable[[], Any]) -> Any:
             raise Exl3DflashError(
                 f"{path} and its cache do not fit on the GPU",
                 expected="room for the weights, the cache and one forward",
-                fix="fewer --cache-tokens, --cache-bits 8, more GPUs, or a smaller target",
+                fix="more GPUs, a smaller target, or in `chat` fewer --cache-tokens or --cache-bits 8",
             ) from error
         raise Exl3DflashError(
             f"ExLlamaV3 cannot {action} {path}: {first_line(error)}",
             expected="a model of an architecture that this version of ExLlamaV3 knows",
-            fix="pip install -U exllamav3, or use --engine reference",
+            fix="pip install -U exllamav3, or run without it: --engine reference or --device cpu",
         ) from error
 
 
@@ -44,12 +44,12 @@ def run_failure(error: Exception) -> Exl3DflashError:
         return Exl3DflashError(
             "the GPU has too little memory for this request",
             expected="room for one forward beside the weights and the cache",
-            fix="fewer --cache-tokens, or a shorter prompt",
+            fix="a shorter prompt, or in `chat` fewer --cache-tokens",
         )
     return Exl3DflashError(
         f"ExLlamaV3's generator failed: {first_line(error)}",
         expected="a pair that it supports",
-        fix="use --engine reference, or report it to ExLlamaV3 with the versions",
+        fix="run without it (--engine reference or --device cpu), or report it to ExLlamaV3 with the versions",
     )
 
 
@@ -60,5 +60,5 @@ def require_facts(thing: Any, names: Sequence[str]) -> None:
         raise Exl3DflashError(
             f"this ExLlamaV3's {type(thing).__name__} has no {', '.join(missing)}",
             expected="a version that this engine knows (1.6.5 was checked)",
-            fix="pip install exllamav3==1.6.5, or use --engine reference",
+            fix="pip install exllamav3==1.6.5, or run without it: --engine reference or --device cpu",
         )

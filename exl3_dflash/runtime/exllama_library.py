@@ -34,7 +34,7 @@ def check_exllamav3(device: torch.device) -> None:
         raise Exl3DflashError(
             f"ExLlamaV3 {installed} is too old for the engine exllamav3",
             expected=f"{'.'.join(map(str, OLDEST))} or newer; 1.6.5 was checked",
-            fix="pip install -U exllamav3, or use --engine reference",
+            fix="pip install -U exllamav3, or run without it: --engine reference or --device cpu",
         )
 
 
