@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from exl3_dflash.calibration.anchors import valid_anchors
 from exl3_dflash.calibration.capture import Calibration
 from exl3_dflash.calibration.rowset import RowSet
 from exl3_dflash.conversion.allocation import BitGroup, allocate, bit_groups, plan_rates
@@ -174,7 +175,8 @@ def _measured_costs(
     reporter: Reporter,
 ) -> dict[tuple[str, ...], dict[float, float]]:
     """The cost of each group at each rate, from its cost at `PROBE_BITS`."""
-    rows = pair.rows.rows[:PROBE_ROWS]
+    span = pair.drafter.config.block_size - 1
+    rows = [row for row in pair.rows.rows if valid_anchors(len(row.ids), row.prompt_length, span)][:PROBE_ROWS]
     with reporter.bar("weigh tensors", len(rows), "row") as advance:
         at_probe = measure_costs(
             pair.target,

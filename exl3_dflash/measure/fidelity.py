@@ -143,7 +143,7 @@ def tally_rows(
 def no_usable_rows(block_size: int) -> Exl3DflashError:
     """The error for rows of which none can be measured."""
     return Exl3DflashError(
-        "no held-out row can be measured",
+        "none of the rows can be measured",
         expected=f"rows with at least {block_size} tokens written by the target and finite features",
         fix="give longer or more rows",
     )

@@ -164,7 +164,8 @@ class VariantMaker:
         for name, decoded in weights.items():
             weight = self._checkpoint.load(f"{name}.weight").double().T  # (in, out)
             matrix = self._held_out_inputs[group_of[name]].matrix.double().cpu()
-            errors[name] = _energy(decoded.double() - weight, matrix) / _energy(weight, matrix)
+            size = _energy(weight, matrix)
+            errors[name] = _energy(decoded.double() - weight, matrix) / size if size > 0.0 else 0.0
         return errors
 
 

@@ -7,11 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conversion.small_job import contents
+from exl3_dflash.conversion import job as job_module
+from exl3_dflash.conversion.job import quantize_drafter
+from exl3_dflash.conversion.tuning import TuningSettings
+from exl3_dflash.conversion.work_directory import WorkDirectory
+from tests.conversion.small_job import contents, job_in, make_pair
 from tests.tiny_models import make_tiny_drafter
 from tests.tiny_targets import make_tiny_llama
 
@@ -57,6 +64,38 @@ def test_killed_and_resumed_jobs_end_with_the_same_bytes(
     assert contents(out) == contents(reference)
     leftovers = [path.name for path in tmp_path.iterdir() if path.name not in ("out", "out.work")]
     assert leftovers == []
+
+
+class Killed(BaseException):
+    """The end of a process, as far as that can be had in one."""
+
+
+def test_a_job_stopped_after_each_of_its_steps_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job with every kind of step: mixed bits, tuned, with the tap shift left open."""
+    settings = replace(make_pair(tmp_path), bits=2.25, tune=True, cal_rows=8)
+    make_tiny_drafter(tmp_path / "drafter", num_hidden_layers=1)
+    monkeypatch.setattr(job_module, "TuningSettings", partial(TuningSettings, epochs=1, anchors_per_row=4))
+    quantize_drafter(job_in(settings, tmp_path / "undisturbed"))
+    save, steps = WorkDirectory.save, []
+
+    def saved_and_killed(self: WorkDirectory, step: str, *result: Any) -> None:
+        save(self, step, *result)
+        steps.append(step)
+        raise Killed
+
+    monkeypatch.setattr(WorkDirectory, "save", saved_and_killed)
+    done = False
+    while not done:
+        try:
+            quantize_drafter(job_in(settings, tmp_path, resume=bool(steps)))
+            done = True
+        except Killed:
+            assert len(set(steps)) == len(steps), "a finished step was done again"
+    assert {"rows", "unquantized", "calibration", "plan", "tuning", "report"} < set(steps)
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed" / "out")
+    assert not (tmp_path / "out.work").exists()
 
 
 def test_sigterm_leaves_no_output_and_says_how_to_go_on(job: list[str], tmp_path: Path) -> None:
