@@ -30,8 +30,8 @@ def _engine_can_run(engine: EngineName) -> EngineName:
         try:
             check_cuda_device("cuda", kernels=True)
         except Exl3DflashError as error:
-            fix = (error.fix or "").replace("use --device cpu", "use --engine reference")
-            raise Exl3DflashError(error.what, error.expected, fix) from None
+            fix = (error.fix or "").removesuffix(", or use --device cpu")
+            raise Exl3DflashError(error.what, error.expected, f"{fix}, or use --engine reference") from None
     return engine
 
 

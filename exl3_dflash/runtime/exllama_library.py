@@ -13,6 +13,7 @@ from exl3_dflash.errors import Exl3DflashError
 from quantize.cuda_requirements import PACKAGE, check_cuda_device
 
 OLDEST = (1, 4, 2)
+WITHOUT = "without it: --engine reference or --device cpu"
 
 
 def check_exllamav3(device: torch.device) -> None:
@@ -25,7 +26,12 @@ def check_exllamav3(device: torch.device) -> None:
         raise Exl3DflashError(
             f"the engine exllamav3 runs on CUDA, not on {device}", "a CUDA device", "use --engine reference"
         )
-    check_cuda_device(str(device), kernels=True)
+    try:
+        check_cuda_device(str(device), kernels=True)
+    except Exl3DflashError as error:
+        fix = error.fix or ""
+        more = "" if "--device cpu" in fix else f", or run {WITHOUT}"
+        raise Exl3DflashError(error.what, error.expected, fix + more) from None
     try:
         installed = version(PACKAGE)
     except PackageNotFoundError:  # sources on the path: what they lack is found where it is used
@@ -34,7 +40,7 @@ def check_exllamav3(device: torch.device) -> None:
         raise Exl3DflashError(
             f"ExLlamaV3 {installed} is too old for the engine exllamav3",
             expected=f"{'.'.join(map(str, OLDEST))} or newer; 1.6.5 was checked",
-            fix="pip install -U exllamav3, or run without it: --engine reference or --device cpu",
+            fix=f"pip install -U exllamav3, or run {WITHOUT}",
         )
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks that need a GPU, without a network and in under ten minutes on one H200, the build of ExLlamaV3's extension
-# included: it is compiled for this machine's GPU alone (sm_90 there), kept in TORCH_EXTENSIONS_DIR, and not compiled again.
+# included: it is compiled for this machine's GPUs alone (sm_90 there), kept in TORCH_EXTENSIONS_DIR, and not compiled again.
 #
 #   tests/gpu/run_all.sh [--device cuda:N] [--out DIR] [--seconds 570]
 #
@@ -42,6 +42,7 @@ if ! "$PYTHON" -c "import quantize._native" 2>/dev/null; then
 fi
 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$PYTHON" -c "
 import torch
-print('{}.{}'.format(*torch.cuda.get_device_capability()))")}
+gpus = (torch.cuda.get_device_capability(gpu) for gpu in range(torch.cuda.device_count()))
+print(';'.join(sorted({'{}.{}'.format(*capability) for capability in gpus})))")}
 export TORCH_CUDA_ARCH_LIST
 exec "$PYTHON" -m tests.gpu.run_all "$@"

@@ -51,14 +51,14 @@ def test_a_split_that_contradicts_the_machine_or_the_device(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engine", "exllamav3"], "CUDA cannot be used: there is no GPU; fix: use --engine reference"),
+        (["--engine", "exllamav3"], "there is no GPU; fix: install a driver, or use --engine reference$"),
         (["--gpu-split", "20;24"], "--gpu-split '20;24'; expected GB for each GPU"),
     ],
 )
 def test_the_command_line_is_refused_before_anything_is_imported(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = Exl3DflashError("CUDA cannot be used: there is no GPU", fix="use --device cpu")
+    missing = Exl3DflashError("there is no GPU", fix="install a driver, or use --device cpu")
     monkeypatch.setattr(cuda_requirements, "gpu_problem", lambda _: missing)
     monkeypatch.setattr(load, "load_pair", lambda *_, **__: pytest.fail("the pair was loaded"))
     with pytest.raises(Exl3DflashError, match=message):
@@ -112,6 +112,15 @@ def test_versions_too_old(installed: str, refused: bool, monkeypatch: pytest.Mon
         with pytest.raises(Exl3DflashError, match=r"ExLlamaV3 1\.4\.1 is too old .* expected 1\.4\.2 or newer"):
             exllama_library.check_exllamav3(CUDA)
     else:
+        exllama_library.check_exllamav3(CUDA)
+
+
+def test_what_is_missing_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise Exl3DflashError("exllamav3 is not installed", fix="pip install exllamav3")
+
+    monkeypatch.setattr(exllama_library, "check_cuda_device", missing)
+    with pytest.raises(Exl3DflashError, match="pip install exllamav3, or run without it: --engine reference"):
         exllama_library.check_exllamav3(CUDA)
 
 
