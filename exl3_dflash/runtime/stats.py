@@ -10,7 +10,7 @@ Engines disagree about these names, so every number here is defined once:
 - accept rate: accepted draft tokens / proposed draft tokens. A draft token that a stop cut away is not accepted.
 - tokens per second: tokens emitted after the prefill token / seconds of decoding. Prefill is reported apart.
 - time to first token: seconds of work from the call to the first token: prompt prefill and its sampling, and the first
-  step where there is no prefill token.
+  step where there is no prefill token. Of several requests at once it includes their wait for each other.
 
 Plain decoding has no verify steps: its accept length and accept rate are None, not 1 or 0.
 Time that the consumer of the stream spends between two steps is not counted.
