@@ -53,7 +53,8 @@ def quantize(
     encoder: Annotated[
         str,
         typer.Option(
-            "--encoder", help="Tile search on a CPU: fast (2 to 4 times as fast, errors within 0.02 %; mul1 only) or exact."
+            "--encoder",
+            help="Tile search on a CPU: fast (2 to 4 times as fast, errors within 0.02 %; mul1 only) or exact.",
         ),
     ] = "fast",
     calibration: Annotated[
