@@ -69,10 +69,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Scales and norms were trained on `rows`: with `asked` but not `kept`, the untuned ones turned out better."""
+    """Scales and norms were trained on `rows`; where that was `asked` for and not `kept`, `reason` says why."""
 
     asked: bool
     kept: bool
+    reason: str
     rows: int
     parameters: int
 
@@ -197,8 +198,8 @@ def _calibration(said: Mapping[str, Any]) -> Calibration:
 
 def _tuning(said: Mapping[str, Any] | None) -> Tuning:
     if said is None:
-        return Tuning(asked=False, kept=False, rows=0, parameters=0)
-    return Tuning(True, bool(said["kept"]), int(said["rows"]), int(said["parameters"]))
+        return Tuning(asked=False, kept=False, reason="", rows=0, parameters=0)
+    return Tuning(True, bool(said["kept"]), said["reason"], int(said["rows"]), int(said["parameters"]))
 
 
 def _probe(probe: Mapping[str, Any] | None) -> tuple[tuple[str, float, str], ...]:

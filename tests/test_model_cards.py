@@ -182,11 +182,12 @@ def test_where_bits_come_from_is_said_and_repeated(tmp_path: Path, plan: str, co
 @pytest.mark.parametrize("kept", [True, False])
 def test_tuning_and_thinking_are_said_and_repeated(tmp_path: Path, kept: bool) -> None:
     calibration = make_report()["calibration"] | {"thinking": "both"}
-    tuning = {"kept": kept, "rows": 217, "parameters": 60416}
+    reason = "" if kept else "2 usable rows of fewer than 4 prompts"
+    tuning = {"kept": kept, "reason": reason, "rows": 217, "parameters": 60416}
     text = own_part(text_of(write_directory(tmp_path / "a", make_report(calibration=calibration, tuning=tuning))))
     assert "--thinking both --tune" in text
     assert ("60,416 scales and norm weights" in text) is kept
-    assert ("| Tuned | not:" in text) is not kept
+    assert ("| Tuned | not: 2 usable rows of fewer than 4 prompts;" in text) is not kept
     plain = own_part(text_of(write_directory(tmp_path / "b", make_report())))
     assert "Tuned" not in plain
     assert "--thinking" not in plain
