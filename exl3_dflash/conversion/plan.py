@@ -18,6 +18,7 @@ from exl3_dflash.conversion.settings import JobSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint, LinearSpec
 from exl3_dflash.drafter.dialects import LAGUNA
 from exl3_dflash.drafter.layout import HEAD
+from exl3_dflash.errors import Exl3DflashError
 
 TILE_WEIGHTS = 256
 PAD_TO = 128
@@ -122,7 +123,7 @@ def make_plan(
         bits: by linear, for a mixed plan that is decided; other linears get the settings' bits.
 
     Raises:
-        Exl3DflashError: the recipe does not fit the drafter.
+        Exl3DflashError: the recipe does not fit the drafter, or quantizes nothing of it.
     """
     recipe = _recipe_bits(checkpoint, settings)
     chosen = recipe if bits is None else bits
@@ -151,6 +152,10 @@ def _recipe_bits(checkpoint: DrafterCheckpoint, settings: JobSettings) -> dict[s
         for linear in body
     ]
     bits = resolve_recipe(settings.recipe, tensors, settings.codebook)
+    if set(bits.values()) == {UNQUANTIZED_BITS}:
+        raise Exl3DflashError(
+            "the recipe leaves every linear unquantized", "bits for one at least", "correct the recipe"
+        )
     return {linear.name: bits[checkpoint.output_name(linear.name)] for linear in body}
 
 

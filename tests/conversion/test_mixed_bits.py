@@ -189,12 +189,15 @@ def test_a_resumed_job_follows_its_recipe(
         (("--plan", "even"), 1, "'even'"),
         (("--recipe", "RECIPE", "--bits", 3), 2, "the recipe says the bits"),
         (("--recipe", "RECIPE"), 1, "layers.9.mlp.up_proj matches no tensor"),
+        (("--recipe", "NOTHING"), 1, "leaves every linear unquantized"),
     ],
 )
 def test_what_is_refused_leaves_nothing(capsys, pair, tmp_path: Path, options, code: int, said: str) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text('tensors: {"*": 3, layers.9.mlp.up_proj: 2}\n')
-    given = [recipe if option == "RECIPE" else option for option in options]
+    recipe.write_text(
+        'tensors: {"*": 16}\n' if "NOTHING" in options else 'tensors: {"*": 3, layers.9.mlp.up_proj: 2}\n'
+    )
+    given = [recipe if option in ("RECIPE", "NOTHING") else option for option in options]
     found, stdout, stderr = run(capsys, pair, tmp_path / "o", "-q", *given)
     assert (found, stdout) == (code, "")
     assert said in " ".join(stderr.split())
