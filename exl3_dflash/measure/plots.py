@@ -14,6 +14,7 @@ from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.measure.statistics import Interval
 
 SUFFIXES = (".png", ".svg", ".pdf")
+LINE_STYLES = ("--", "-", "-.", ":")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def plot_fidelity(entries: Sequence[PlotEntry], path: Path, title: str) -> None:
         Exl3DflashError: as `check_plot`.
     """
     check_plot(path)
-    figure = _figure_class()(figsize=(11, 4.2), layout="constrained")
+    figure = _figure_class()(figsize=(12.5, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_positions(left, entries)
     _draw_retention(right, entries)
@@ -100,13 +101,20 @@ def _figure_class() -> Any:
 
 
 def _draw_positions(axes: Any, entries: Sequence[PlotEntry]) -> None:
+    """A colour for every bit rate, a line style for every series; the reference is black."""
+    rates = sorted({entry.bits for entry in entries if entry.bits is not None})
+    series = list(dict.fromkeys(entry.series for entry in entries if entry.bits is not None))
     for entry in entries:
         positions = range(1, len(entry.position_acceptance) + 1)
-        style = "--" if "uncalibrated" in entry.name else "-"
-        axes.plot(positions, [100 * value for value in entry.position_acceptance], style, marker=".", label=entry.name)
+        colour, style = "black", "-"
+        if entry.bits is not None:
+            colour = f"C{rates.index(entry.bits)}"
+            style = LINE_STYLES[series.index(entry.series) % len(LINE_STYLES)]
+        shares = [100 * value for value in entry.position_acceptance]
+        axes.plot(positions, shares, style, color=colour, marker=".", label=entry.name)
     axes.set(xlabel="draft position", ylabel="accepted where all before are, %", title="position-wise acceptance")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_retention(axes: Any, entries: Sequence[PlotEntry]) -> None:
