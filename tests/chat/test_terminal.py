@@ -83,6 +83,15 @@ def test_history_that_cannot_be_written_is_no_obstacle(keys: PipeInput, tmp_path
     assert ui.read() == "hello"
 
 
+@pytest.fixture
+def python_sigint() -> Iterator[None]:
+    """Python's own handler, also where the tests run in the background of a shell, which ignores the signal there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_sigint")
 def test_ctrl_c_stops_the_answer_and_a_second_one_the_step(keys: PipeInput) -> None:
     ui, screen = make_ui(keys)
     with ui.answering() as interrupted:

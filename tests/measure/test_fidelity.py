@@ -122,5 +122,5 @@ def test_rows_with_non_finite_features_are_counted_and_left_out() -> None:
 def test_rows_too_short_are_one_clear_error() -> None:
     target = TableTarget(1)
     drafter = TableDrafter(target, 0.2, seed=2)
-    with pytest.raises(Exl3DflashError, match="no held-out row"):
+    with pytest.raises(Exl3DflashError, match="none of the rows can be measured"):
         measure_fidelity(target, {"a": drafter}, make_rows(1, prompt_length=ROW - 2))  # type: ignore[arg-type,dict-item]
