@@ -24,7 +24,11 @@ def test_the_plot_is_there() -> None:
 METHODS = ("uncalibrated", "two-sided")
 GGUF = ("4.5 bpw, gguf-q4_0", "8.5 bpw, gguf-q8_0")
 GRIDS = {
-    "demo": ("2 bpw, two-sided-tuned", *GGUF, *(f"{b} bpw, {m}" for b in ("2", "2.5", "3", "4") for m in METHODS)),
+    "demo": (
+        "2 bpw, two-sided-tuned",
+        *GGUF,
+        *(f"{b} bpw, {m}" for b in ("2", "2.5", "3", "4") for m in (*METHODS, "one-sided", "mixed")),
+    ),
     "smollm2": (*GGUF, *(f"{b} bpw, {m}" for b in ("2", "3", "4") for m in METHODS)),
 }
 
