@@ -22,14 +22,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from quantize.coding import make_side
 from quantize.encoder import default_threads
-from quantize.hadamard import padded_features, rotate_both_sides_
+from quantize.hadamard import rotate_both_sides_
 from quantize.hessian import Hessian
 from quantize.ldlq import Factor
-from quantize.linear import QuantSettings
+from quantize.linear import QuantSettings, make_sides, padded_weight
 from quantize.regularize import regularize
 from quantize.workers import Workers
 
@@ -83,11 +81,8 @@ def expect_error(
     threads = settings.threads or default_threads()
     rows, columns = weight.shape
     with torch.no_grad(), Workers(threads) as workers:
-        padding = (0, padded_features(columns) - columns, 0, padded_features(rows) - rows)
-        regular = regularize(pad(weight.float(), padding), settings.out_scales != "never", settings.seed)
-        input_scales = regular.input_scales if settings.scaled_hessian else regular.input_scales.sign()
-        inputs = make_side(hessian, input_scales, settings.sigma_reg).factor
-        outputs = make_side(output_hessian, regular.output_scales, settings.output_reg).factor
+        regular = regularize(padded_weight(weight), settings.out_scales != "never", settings.seed)
+        inputs, outputs = (side.factor for side in make_sides(regular, hessian, output_hessian, settings))
         generator = torch.Generator().manual_seed(settings.seed ^ _NOISE_SEED)
         noise = torch.randn(regular.weight.shape, generator=generator).to(regular.weight)
         noise.mul_(regular.weight.square().mean().sqrt())

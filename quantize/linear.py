@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantize.codebook import CODEBOOKS, codebook_marker
 from quantize.coder import TileCoder
-from quantize.coding import code_weight, make_side
+from quantize.coding import Side, code_weight, make_side
 from quantize.encoder import check_encoder, default_threads
 from quantize.errors import Exl3DflashError
 from quantize.hadamard import padded_features, rotate_both_sides_
@@ -165,13 +165,11 @@ def quantize_linear(
     threads = settings.threads or default_threads()
     coder = TileCoder(settings.bits, settings.codebook, threads, settings.encoder)
     with torch.no_grad(), Workers(threads) as workers:
-        padded = _padded(weight)
+        padded = padded_weight(weight)
         regular = regularize(padded, settings.out_scales != "never", settings.seed)
         regular = regular.rescaled(search_scale(regular.weight, coder))
         suh, svh = _storable_scales(regular, name)
-        input_scales = regular.input_scales if settings.scaled_hessian else regular.input_scales.sign()
-        inputs = make_side(hessian, input_scales, settings.sigma_reg)
-        outputs = make_side(output_hessian, regular.output_scales, settings.output_reg)
+        inputs, outputs = make_sides(regular, hessian, output_hessian, settings)
         coded, trellis = code_weight(regular, inputs, outputs, coder, workers)
         inputs, outputs = inputs.without_factor(), outputs.without_factor()
         del regular
@@ -221,12 +219,21 @@ def _check_arguments(
     return stored
 
 
-def _padded(weight: Tensor) -> Tensor:
+def padded_weight(weight: Tensor) -> Tensor:
     """A float32 copy, zero-padded to multiples of 128 on both sides."""
     rows, columns = weight.shape
     padded = weight.new_zeros(padded_features(rows), padded_features(columns), dtype=torch.float32)
     padded[:rows, :columns] = weight
     return padded
+
+
+def make_sides(
+    regular: Regularized, hessian: Hessian | None, output_hessian: Hessian | None, settings: QuantSettings
+) -> tuple[Side, Side]:
+    """What is known of the inputs and of the outputs of a regularized layer, factored as the settings say."""
+    input_scales = regular.input_scales if settings.scaled_hessian else regular.input_scales.sign()
+    inputs = make_side(hessian, input_scales, settings.sigma_reg)
+    return inputs, make_side(output_hessian, regular.output_scales, settings.output_reg)
 
 
 def _storable_scales(regular: Regularized, name: str) -> tuple[Tensor, Tensor]:
