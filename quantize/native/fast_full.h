@@ -1,7 +1,7 @@
 // The integer search over all candidates, for up to 3.5 bits. Written once over a vector type, see viterbi_kernel.h.
 //
 // A register holds width >> IN incoming nodes' candidates, interleaved so that one broadcast load brings their costs:
-// lane l belongs to incoming node l % nodes and is its outgoing node l / nodes. `in_order` puts finished costs in order.
+// lane l belongs to incoming node l % nodes and is its outgoing node l / nodes. `in_order` puts costs in order.
 //
 // A vector type V offers: width, blocks (registers of outgoing nodes worked on at once), Reg, load, store, broadcast,
 // held (of a value that several tiles use: compilers would rather load it again), subtract (signed, saturating),
@@ -14,7 +14,7 @@
 namespace {
 
 // Steps between rows whose lowest cost is subtracted: costs grow little on the way, and it takes time.
-inline int level_every(Rate rate) { return narrow(rate) ? 16 : 4; }
+inline int level_every(Rate rate) { return narrow(rate) ? 32 : 4; }
 constexpr int kIntegerConeBits = 6;  // rows are half as large as in float32, so more of them are kept
 
 // Incoming nodes in one register.
@@ -41,28 +41,38 @@ inline void consider16(const int16_t* values, const uint16_t* const* cost_in, in
     }
 }
 
-// One step for T tiles. With LEVEL, `lowest` is subtracted from the costs and becomes the lowest of the new row.
+// The outgoing nodes that a call of `advance16` works on, and where the costs lie.
+struct Part {
+    int first, end;   // whole groups
+    int in_offset;    // of the first node in the row of incoming costs
+    int stride;       // between the costs of a node's candidates
+    int out_offset;   // of the first node in the row of outgoing costs
+};
+
+// One step of T tiles. With LEVEL, `lowest` is subtracted from the costs, and `least` holds the lowest in each lane.
 template <class V, int IN, int OUT, int T, bool LEVEL>
-void advance16(const int16_t* table, const uint16_t* const* cost_in, uint16_t* const* cost_out, const int16_t* weights,
-               uint16_t* lowest) {
+inline void advance16(const int16_t* table, const uint16_t* const* cost_in, uint16_t* const* cost_out, const Part& part,
+                      const int16_t* weights, const uint16_t* lowest, typename V::Reg* least) {
     using Reg = typename V::Reg;
     constexpr int group = kGroup<V>;
-    constexpr int nodes_out = kStates >> OUT;
-    constexpr int candidate_stride = nodes_out >> IN;
-    Reg weight[T], base[T], least[T];
+    const uint16_t* in[T];  // copies, which stores to rows cannot change
+    uint16_t* out[T];
+    Reg weight[T], base[T];
     EXL3_FULLY for (int t = 0; t < T; ++t) {
+        in[t] = cost_in[t] - part.in_offset;
+        out[t] = cost_out[t] - part.out_offset;
         weight[t] = V::broadcast(weights[t]);
         base[t] = V::broadcast(static_cast<int16_t>(lowest[t]));
-        least[t] = V::broadcast(-1);
     }
-    for (int first = 0; first < nodes_out; first += group) {
+    table += part.first << OUT;
+    for (int first = part.first; first < part.end; first += group) {
         Reg best[T][V::blocks];
         int node = first >> IN;
-        consider16<V, IN, OUT, T, true>(table, cost_in, node, weight, best);
+        consider16<V, IN, OUT, T, true>(table, in, node, weight, best);
         for (int k = 1; k < 1 << OUT; ++k) {
             table += group;
-            node += candidate_stride;
-            consider16<V, IN, OUT, T, false>(table, cost_in, node, weight, best);
+            node += part.stride;
+            consider16<V, IN, OUT, T, false>(table, in, node, weight, best);
         }
         table += group;
         EXL3_FULLY for (int t = 0; t < T; ++t) {
@@ -71,30 +81,75 @@ void advance16(const int16_t* table, const uint16_t* const* cost_in, uint16_t* c
                     best[t][b] = V::minus(best[t][b], base[t]);
                     least[t] = V::min(least[t], best[t][b]);
                 }
-                V::store(cost_out[t] + first + b * V::width, V::template in_order<IN>(best[t][b]));
+                V::store(out[t] + first + b * V::width, V::template in_order<IN>(best[t][b]));
             }
         }
     }
+}
+
+// What a pair of steps works on: of each, the table and the weights (T); of T tiles the rows before, between and after.
+template <int T>
+struct Pair {
+    const int16_t* table[2];
+    int16_t weights[2][T];
+    const uint16_t* before[T];
+    uint16_t* between[T];  // null if the way back does not need it
+    uint16_t* after[T];
+    uint16_t lowest[T];  // of the last row that was levelled
+};
+
+// Two steps for T tiles, the first of them at an even position.
+//
+// The nodes after both are worked on in parts of `kPart`. What a part reads of the row between is made just before it,
+// for each candidate a stretch of nodes, and kept side by side in little memory: whole rows do not fit the nearest
+// cache, and half of their traffic is saved. Where the way back needs the row between, it is written whole.
+constexpr int kPart = 1024;
+
+template <class V, int EVEN, int ODD, int T, bool LEVEL>
+void advance_pair(Pair<T>& pair) {
+    constexpr int nodes = kStates >> EVEN, nodes_between = kStates >> ODD, candidates = 1 << EVEN;
+    constexpr int length = kGroup<V> << ODD > kPart ? kGroup<V> << ODD : kPart, stretch = length >> ODD;
+    alignas(64) uint16_t little[T][candidates * stretch];
+    const bool whole = pair.between[0] != nullptr;
+    uint16_t* between[T];
+    const uint16_t* written[T];
+    typename V::Reg least[T];
+    EXL3_FULLY for (int t = 0; t < T; ++t) {
+        written[t] = between[t] = whole ? pair.between[t] : little[t];
+        least[t] = V::broadcast(-1);
+    }
+    for (int first = 0; first < nodes; first += length) {
+        const int begin = first >> ODD;
+        for (int k = 0; k < candidates; ++k) {
+            const int at = k * (nodes >> ODD) + begin;
+            const Part part{at, at + stretch, 0, nodes_between >> EVEN, whole ? 0 : at - k * stretch};
+            advance16<V, EVEN, ODD, T, false>(pair.table[0], pair.before, between, part, pair.weights[0],
+                                              pair.lowest, least);
+        }
+        const Part part{first, first + length, whole ? 0 : begin, whole ? nodes >> ODD : stretch, 0};
+        advance16<V, ODD, EVEN, T, LEVEL>(pair.table[1], written, pair.after, part, pair.weights[1],
+                                          pair.lowest, least);
+    }
     if constexpr (LEVEL) {
-        EXL3_FULLY for (int t = 0; t < T; ++t) lowest[t] = V::lowest(least[t]);
+        EXL3_FULLY for (int t = 0; t < T; ++t) pair.lowest[t] = V::lowest(least[t]);
     }
 }
 
 template <int T>
-using Advance16 = void (*)(const int16_t*, const uint16_t* const*, uint16_t* const*, const int16_t*, uint16_t*);
+using AdvancePair = void (*)(Pair<T>&);
 
 template <class V, int T, bool LEVEL>
-Advance16<T> advance16_for(int in, int out) {
-    switch (in * 16 + out) {
-        case 0x11: return advance16<V, 1, 1, T, LEVEL>;
-        case 0x12: return advance16<V, 1, 2, T, LEVEL>;
-        case 0x21: return advance16<V, 2, 1, T, LEVEL>;
-        case 0x22: return advance16<V, 2, 2, T, LEVEL>;
-        case 0x23: return advance16<V, 2, 3, T, LEVEL>;
-        case 0x32: return advance16<V, 3, 2, T, LEVEL>;
-        case 0x33: return advance16<V, 3, 3, T, LEVEL>;
-        case 0x34: return advance16<V, 3, 4, T, LEVEL>;
-        default: return advance16<V, 4, 3, T, LEVEL>;
+AdvancePair<T> advance_pair_for(Rate rate) {
+    switch (rate.even * 16 + rate.odd) {
+        case 0x11: return advance_pair<V, 1, 1, T, LEVEL>;
+        case 0x12: return advance_pair<V, 1, 2, T, LEVEL>;
+        case 0x21: return advance_pair<V, 2, 1, T, LEVEL>;
+        case 0x22: return advance_pair<V, 2, 2, T, LEVEL>;
+        case 0x23: return advance_pair<V, 2, 3, T, LEVEL>;
+        case 0x32: return advance_pair<V, 3, 2, T, LEVEL>;
+        case 0x33: return advance_pair<V, 3, 3, T, LEVEL>;
+        case 0x34: return advance_pair<V, 3, 4, T, LEVEL>;
+        default: return advance_pair<V, 4, 3, T, LEVEL>;
     }
 }
 
@@ -137,31 +192,29 @@ void fill_full(Rate rate, const float* values, void* memory) {
 template <class V, int T>
 void forward16(const Plan& plan, const FullTables& tables, const int16_t* weights, int roll, const int* start,
                const Rows<uint16_t>* rows, int* worst) {
-    const uint16_t* cost_in[T];
-    uint16_t* cost_out[T];
-    uint16_t lowest[T] = {};
+    Pair<T> pair = {};
     for (int t = 0; t < T; ++t) {
         uint16_t* initial = rows[t].initial();
         std::memset(initial, start ? 0xff : 0, plan.nodes_before(roll) * sizeof(uint16_t));
         if (start) initial[start[t]] = 0;
-        cost_in[t] = initial;
+        pair.before[t] = initial;
     }
-    const int even = plan.rate.even, odd = plan.rate.odd;
-    const int every = level_every(plan.rate);
-    const Advance16<T> step_at[2] = {advance16_for<V, T, false>(even, odd), advance16_for<V, T, false>(odd, even)};
-    const Advance16<T> level_at[2] = {advance16_for<V, T, true>(even, odd), advance16_for<V, T, true>(odd, even)};
-    for (int step = 0; step < kTileWeights; ++step) {
-        const int position = (step + roll) % kTileWeights;
-        int16_t here[T];
-        for (int t = 0; t < T; ++t) {
-            here[t] = weights[t * kTileWeights + position];
-            cost_out[t] = rows[t].row(step);
+    const AdvancePair<T> advance = advance_pair_for<V, T, false>(plan.rate);
+    const AdvancePair<T> advance_and_level = advance_pair_for<V, T, true>(plan.rate);
+    for (int step = 0; step < kTileWeights; step += 2) {
+        for (int parity = 0; parity < 2; ++parity) {
+            const int position = (step + roll) % kTileWeights + parity;
+            pair.table[parity] = tables.units_for(plan.rate, position);
+            for (int t = 0; t < T; ++t) pair.weights[parity][t] = weights[t * kTileWeights + position];
         }
-        const bool level = step % every == every - 1;
-        (level ? level_at : step_at)[position & 1](tables.units_for(plan.rate, position), cost_in, cost_out, here, lowest);
         for (int t = 0; t < T; ++t) {
-            cost_in[t] = cost_out[t];
-            worst[t] = lowest[t] > worst[t] ? lowest[t] : worst[t];
+            pair.between[t] = rows[t].kept(step) ? rows[t].row(step) : nullptr;
+            pair.after[t] = rows[t].kept(step + 1) ? rows[t].row(step + 1) : rows[t].spare(step / 2);
+        }
+        ((step + 2) % level_every(plan.rate) ? advance : advance_and_level)(pair);
+        for (int t = 0; t < T; ++t) {
+            pair.before[t] = pair.after[t];
+            worst[t] = pair.lowest[t] > worst[t] ? pair.lowest[t] : worst[t];
         }
     }
 }
@@ -187,19 +240,17 @@ unsigned encode_full(const Plan& plan, const FullTables& tables, const float* we
     for (int t = 0; t < T; ++t) rows[t] = Rows<uint16_t>{&plan, costs + plan.costs_per_tile() * t, half - 1};
     int seam[T], worst[T] = {};
     forward16<V, T>(plan, tables, units, half, nullptr, rows, worst);
-    for (int t = 0; t < T; ++t) {
-        const int end = lowest_node(rows[t].row(kTileWeights - 1), plan.nodes_before(half));
-        seam[t] = trace<TraceOrder>(plan, tables.values, weights + t * kTileWeights, half, end, half - 1, rows[t], unit,
-                                    states + t * kTileWeights);
-        rows[t].keep_from = 0;
-    }
+    for (int t = 0; t < T; ++t) seam[t] = lowest_node(rows[t].row(kTileWeights - 1), plan.nodes_before(half));
+    trace<TraceOrder, T>(plan, tables.values, weights, half, seam, half - 1, rows, unit, states);
+    for (int t = 0; t < T; ++t) rows[t].keep_from = 0;
     forward16<V, T>(plan, tables, units, 0, seam, rows, worst);
+    int begin[T];
+    std::copy_n(seam, T, begin);
+    trace<TraceOrder, T>(plan, tables.values, weights, 0, begin, -1, rows, unit, states);
     unsigned left = 0;
     for (int t = 0; t < T; ++t) {
         const int cost = rows[t].row(kTileWeights - 1)[seam[t]];
-        const int begin = trace<TraceOrder>(plan, tables.values, weights + t * kTileWeights, 0, seam[t], -1, rows[t],
-                                            unit, states + t * kTileWeights);
-        if (begin != seam[t] || cost > kCostLimit || worst[t] > kCostLimit) left |= 1u << t;
+        if (begin[t] != seam[t] || cost > kCostLimit || worst[t] > kCostLimit) left |= 1u << t;
     }
     return left;
 }

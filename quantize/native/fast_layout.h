@@ -2,6 +2,7 @@
 // rows' 16-bit costs and the float32 way back agree on. Internal linkage throughout, see viterbi_kernel.h.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 

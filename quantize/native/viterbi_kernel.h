@@ -134,16 +134,12 @@ void encode_tiles(const Plan& plan, const float* table, const float* weights, fl
     for (int t = 0; t < T; ++t) rows[t] = Rows<float>{&plan, workspace + plan.costs_per_tile() * t, half - 1};
     forward<V, T>(plan, table, weights, half, nullptr, rows);
     int seam[T];
-    for (int t = 0; t < T; ++t) {
-        const int end = lowest_cost_node(rows[t].row(kTileWeights - 1), plan.nodes_before(half));
-        seam[t] = trace<V>(plan, table, weights + t * kTileWeights, half, end, half - 1, rows[t], 1.0f,
-                           states + t * kTileWeights);
-    }
+    for (int t = 0; t < T; ++t)
+        seam[t] = lowest_cost_node(rows[t].row(kTileWeights - 1), plan.nodes_before(half));
+    trace<V, T>(plan, table, weights, half, seam, half - 1, rows, 1.0f, states);
     for (int t = 0; t < T; ++t) rows[t].keep_from = 0;
     forward<V, T>(plan, table, weights, 0, seam, rows);
-    for (int t = 0; t < T; ++t)
-        trace<V>(plan, table, weights + t * kTileWeights, 0, seam[t], -1, rows[t], 1.0f,
-                 states + t * kTileWeights);
+    trace<V, T>(plan, table, weights, 0, seam, -1, rows, 1.0f, states);
 }
 
 constexpr int kTilesPerCall = 2;  // two tiles share every load of a value; more would not fit the registers

@@ -74,10 +74,10 @@ struct Rows {
     Cost* memory;
     int keep_from;  // rows of earlier steps are not needed on the way back
 
-    Cost* row(int step) const {
-        const bool kept = step >= keep_from && (step + 1) % plan->stride == 0;
-        return slot(kept ? (step + 1) / plan->stride - 1 : plan->kept_rows() + (step & 1));
-    }
+    bool kept(int step) const { return step >= keep_from && (step + 1) % plan->stride == 0; }
+    Cost* row(int step) const { return kept(step) ? slot((step + 1) / plan->stride - 1) : spare(step); }
+    // One of the two rows that are not kept.
+    Cost* spare(int number) const { return slot(plan->kept_rows() + (number & 1)); }
     // The costs before the first step.
     Cost* initial() const { return slot(plan->kept_rows() + 2); }
     Cost* slot(int index) const { return memory + static_cast<size_t>(index) * plan->row_costs; }

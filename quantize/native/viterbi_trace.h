@@ -7,6 +7,12 @@
 
 #include "viterbi_layout.h"
 
+#if defined(__GNUC__) || defined(__clang__)
+#define EXL3_FETCH(address) __builtin_prefetch(address)
+#else
+#define EXL3_FETCH(address) static_cast<void>(address)
+#endif
+
 namespace {
 
 // The nodes that can lead to a known node, level by level: level j lies j steps before it.
@@ -57,6 +63,20 @@ int best_candidate(const float* table, int out, int candidates, float weight, co
     return best;
 }
 
+// Ask for what the step back from `node` reads: it lies scattered over a row and a table that no near cache holds.
+template <class V, class Cost>
+void fetch_cone(const Plan& plan, const float* table, int position, int node, const Cost* before) {
+    const Cone cone(plan, node, position);
+    for (int p = 0; p < 1 << cone.prefix_bits[plan.stride]; ++p) EXL3_FETCH(before + cone.node(plan.stride, p));
+    if constexpr (kGroup<V> > 1) return;  // a node's candidates do not lie together
+    for (int level = 0; level < plan.stride; ++level) {
+        const int here = position - level;
+        const float* values = table_for(plan.rate, table, here);
+        for (int p = 0; p < 1 << cone.prefix_bits[level]; ++p)
+            EXL3_FETCH(values + (static_cast<size_t>(cone.node(level, p)) << plan.shift_out(here)));
+    }
+}
+
 // The way back to the previous kept row: write the states of the `stride` positions that end with `position`, after
 // which the path is in `node`, and return the node before them. `before` is the kept row.
 template <class V, class Cost>
@@ -89,18 +109,24 @@ int trace_back(const Plan& plan, const float* table, const float* weights, int p
     return cone.node(plan.stride, p);
 }
 
-// From `node` after step 255 back to the node after step `stop`, writing the states on the way. Neither the ring's
-// end nor its middle falls within the steps between two kept rows, so positions need no wrapping there.
-template <class V, class Cost>
-int trace(const Plan& plan, const float* table, const float* weights, int roll, int node, int stop,
-          const Rows<Cost>& rows, float unit, int32_t* states) {
+// From `nodes` (T) of T tiles after step 255 back to those after step `stop`, writing the states (T, 256) on the way.
+// Neither the ring's end nor its middle falls within the steps between two kept rows, so positions need no wrapping
+// there. The tiles take turns: while one's step is made, what the other's next one needs is fetched.
+template <class V, int T, class Cost>
+void trace(const Plan& plan, const float* table, const float* weights, int roll, int* nodes, int stop,
+           const Rows<Cost>* rows, float unit, int32_t* states) {
     for (int last = kTileWeights - 1; last > stop; last -= plan.stride) {
-        const int before = last - plan.stride;
-        const Cost* row = before < 0 ? rows.initial() : rows.row(before);
-        const int position = (last + roll) % kTileWeights;
-        node = trace_back<V>(plan, table, weights, position, node, row, unit, states);
+        const int before = last - plan.stride, position = (last + roll) % kTileWeights;
+        for (int t = 0; t < T; ++t) {
+            const Cost* row = before < 0 ? rows[t].initial() : rows[t].row(before);
+            nodes[t] = trace_back<V>(plan, table, weights + t * kTileWeights, position, nodes[t], row, unit,
+                                     states + t * kTileWeights);
+            if (before > stop) {
+                const int next = before - plan.stride, there = (before + roll) % kTileWeights;
+                fetch_cone<V>(plan, table, there, nodes[t], next < 0 ? rows[t].initial() : rows[t].row(next));
+            }
+        }
     }
-    return node;
 }
 
 }  // namespace
