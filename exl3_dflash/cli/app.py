@@ -70,6 +70,11 @@ def main(args: list[str] | None = None) -> None:
     except OSError as error:
         _report(f"error: {error}")
     except Exception as error:
+        if _is_out_of_memory(error):
+            _report(
+                f"error: out of memory ({error}); expected: room for the models and what is computed with them at once; "
+                "fix: end other programs, give shorter rows or a smaller --dtype where the command has them"
+            )
         _report(f"internal error: {type(error).__name__}: {error} (a bug: EXL3_DFLASH_DEBUG=1 shows where)")
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -78,6 +83,13 @@ def main(args: list[str] | None = None) -> None:
 def _stop(_number: int, _frame: FrameType | None) -> None:
     """SIGTERM ends the program as an exception does, so that nothing half-written stays."""
     sys.exit(128 + signal.SIGTERM)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether Python, PyTorch or a GPU had no memory left. PyTorch's allocator on a CPU has no error class of its own."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _report(line: str) -> None:

@@ -75,6 +75,21 @@ def test_errors_are_one_line_with_a_traceback_only_on_request(
     assert (len(lines) > 1) == debug
 
 
+def test_no_memory_left_is_no_bug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it really comes: PyTorch's CPU allocator and its error on a GPU, and Python's own."""
+    import torch
+
+    for fail in (
+        lambda **_: torch.empty(1 << 50),
+        lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+        lambda **_: bytearray(1 << 62),
+    ):
+        monkeypatch.setattr(app_module, "app", fail)
+        assert exit_code("quantize") == 1
+        line = capsys.readouterr().err
+        assert line.startswith("error: out of memory (") and "fix: end other programs" in line
+
+
 def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
