@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from exl3_dflash.drafter.model import DrafterModel
 from exl3_dflash.drafter.taps import tap_layer_indices
 from exl3_dflash.measure.fidelity import measure_fidelity
 from exl3_dflash.measure.generation import run_request
+from exl3_dflash.pairing import check_pairing
 from exl3_dflash.runtime.engine import SamplingSettings, StopSettings
 from exl3_dflash.runtime.reference import ReferenceEngine
 from exl3_dflash.target.base import Target
@@ -171,8 +173,8 @@ def test_training_forward_is_the_products_forward(
     network = tools["demo_network"]
     trainable_target = network.TargetNetwork(dtype=torch.float32)
     trainable = network.DrafterNetwork(dtype=torch.float32)
-    load_fused(trainable_target, load_file(str(DEMO / "target" / "model.safetensors")))
-    load_fused(trainable, load_file(str(DEMO / "drafter" / "model.safetensors")))
+    network.load_tensors(trainable_target, load_file(str(DEMO / "target" / "model.safetensors")))
+    network.load_tensors(trainable, load_file(str(DEMO / "drafter" / "model.safetensors")))
     ids = torch.tensor(target.tokenizer.apply_chat_template(prompts("heldout_prompts.jsonl")[0]["messages"]))
     anchors = torch.tensor([1, 7, 8, len(ids) - 1])
     expected = target.tap_rows(ids, tap_layer_indices(drafter.config), want_logits=True)
@@ -186,14 +188,6 @@ def test_training_forward_is_the_products_forward(
     torch.testing.assert_close(taps[0], expected.taps, atol=1e-3, rtol=1e-4)
     reference = drafter.forward_anchors(expected.taps, blocks, anchors)
     torch.testing.assert_close(hidden, reference, atol=1e-3, rtol=1e-4)
-
-
-def load_fused(model: torch.nn.Module, stored: dict[str, torch.Tensor]) -> None:
-    """Give a trainable network the weights of a checkpoint, through the views that it writes checkpoints from."""
-    tensors: dict[str, torch.Tensor] = model.tensors()  # type: ignore[operator]
-    assert tensors.keys() == stored.keys()
-    for name, tensor in tensors.items():
-        tensor.copy_(stored[name])
 
 
 def test_drafts_are_accepted_on_held_out_prompts(target: Target, drafter: DrafterModel) -> None:
@@ -224,3 +218,16 @@ def test_training_repeats_itself(tools: dict[str, ModuleType]) -> None:
     for first, second in zip(train(), train(), strict=True):
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_drafter_is_trained_for_the_same_target(tmp_path: Path) -> None:
+    """The way from the command to a drafter that pairs, of the fewest steps; AdamW gives other weights than Muon."""
+    script = "import sys; sys.argv[1:1] = ['--another-drafter', sys.argv.pop()]; import demo_training as training; "
+    script += "training.DRAFTER_STAGES = ((training.Phase(2, 2, 96, 1),),); import train_demo_pair as t; t.main()"
+    for name, options in (("muon", []), ("adamw", ["--adamw", "--times", "2"])):
+        command = [sys.executable, "-c", script, *options, str(tmp_path / name)]
+        subprocess.run(command, check=True, cwd=ROOT / "tools", capture_output=True)
+        checkpoint = DrafterCheckpoint.open(tmp_path / name)
+        check_pairing(checkpoint, load_target(DEMO / "target", device="cpu", dtype=torch.float32).facts)
+    muon, adamw = (load_file(tmp_path / name / "model.safetensors") for name in ("muon", "adamw"))
+    assert not torch.equal(muon["fc.weight"], adamw["fc.weight"])

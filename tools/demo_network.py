@@ -205,6 +205,14 @@ class DrafterNetwork(nn.Module):
         return named | {f"layers.0.{name}": tensor for name, tensor in self.layer.tensors().items()}
 
 
+def load_tensors(model: TargetNetwork | DrafterNetwork, stored: dict[str, Tensor]) -> None:
+    """Give a network the weights of a checkpoint, through the views that it writes checkpoints from."""
+    tensors = model.tensors()
+    assert tensors.keys() == stored.keys()
+    for name, tensor in tensors.items():
+        tensor.copy_(stored[name])
+
+
 def _matrix(rows: int, columns: int, gain: float) -> nn.Parameter:
     return nn.Parameter(torch.randn(rows, columns) * gain * columns**-0.5)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from demo_grammar import Chat, sample_chat
@@ -100,19 +100,24 @@ def sample_batch(rng: random.Random, phase: Phase) -> Batch:
 
 
 class Optimizers:
-    """Muon for matrices and AdamW for everything else, both on one trapezoidal schedule."""
+    """Muon for matrices (AdamW where their rate is None) and AdamW for the rest, both on one trapezoidal schedule."""
 
     def __init__(
-        self, model: nn.Module, steps: int, matrix_rate: float, other_rate: float, not_matrices: set[str]
+        self, model: nn.Module, steps: int, matrix_rate: float | None, other_rate: float, not_matrices: set[str]
     ) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             (matrices if parameter.ndim == 2 and name not in not_matrices else others).append(parameter)
         self._parameters = matrices + others
-        muon = torch.optim.Muon(matrices, lr=matrix_rate, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
         adam = torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        self._optimizers = (muon, adam)
+        if matrix_rate is None:
+            adam.add_param_group({"params": matrices, "weight_decay": 0.01})
+        self._optimizers: list[torch.optim.Optimizer] = [adam]
+        if matrix_rate is not None:
+            self._optimizers.append(
+                torch.optim.Muon(matrices, lr=matrix_rate, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
+            )
         warm, hold = max(1, steps // 30), steps * 2 // 5
 
         def rate(step: int) -> float:
@@ -183,15 +188,25 @@ def block_labels(batch: Batch, logits: Tensor, anchors: Tensor) -> tuple[Tensor,
     return labels, known & batch.answer[rows, positions + 1]
 
 
-def train_drafter(target: TargetNetwork, seed: int, stages: Stages, log: LogLine) -> DrafterNetwork:
-    """Train the drafter against a finished target; each batch serves for `ANCHOR_DRAWS` steps with other anchors."""
+def lengthened(stages: Stages, times: int) -> Stages:
+    """The same phases with so many times the steps."""
+    return tuple(tuple(replace(phase, steps=phase.steps * times) for phase in stage) for stage in stages)
+
+
+def train_drafter(
+    target: TargetNetwork, seed: int, stages: Stages, log: LogLine, matrix_rate: float | None = 0.04
+) -> DrafterNetwork:
+    """Train the drafter against a finished target; each batch serves for `ANCHOR_DRAWS` steps with other anchors.
+
+    With `matrix_rate` None its matrices are trained with AdamW as well.
+    """
     torch.manual_seed(seed + 1)
     generator = torch.Generator().manual_seed(seed + 1)
     model = DrafterNetwork()
     with torch.no_grad():
         model.norm.copy_(target.norm)  # the head that it must suit is the target's
     batches = count_steps(stages)
-    optimizers = Optimizers(model, batches * ANCHOR_DRAWS, 0.04, 0.003, set())
+    optimizers = Optimizers(model, batches * ANCHOR_DRAWS, matrix_rate, 0.003, set())
     for number, batch in run_stages(random.Random(f"drafter {seed}"), stages):
         with torch.no_grad():
             target_logits, outputs = target(batch.ids)
