@@ -72,7 +72,7 @@ def main(args: list[str] | None = None) -> None:
     except Exception as error:
         if _is_out_of_memory(error):
             _report(
-                f"error: out of memory ({error}); expected: room for the models and what is computed with them at once; "
+                f"error: out of memory ({error}); expected: room for the models and for what they compute at once; "
                 "fix: end other programs, give shorter rows or a smaller --dtype where the command has them"
             )
         _report(f"internal error: {type(error).__name__}: {error} (a bug: EXL3_DFLASH_DEBUG=1 shows where)")
@@ -86,7 +86,7 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python, PyTorch or a GPU had no memory left. PyTorch's allocator on a CPU has no error class of its own."""
+    """Whether Python, PyTorch or a GPU had no memory left. PyTorch has no class of errors for that on a CPU."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

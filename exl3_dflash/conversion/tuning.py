@@ -51,7 +51,7 @@ class TuningSettings:
         learning_rate: of the factors of scales and norms, at its highest.
         rows_per_step: rows whose gradients make a step.
         anchors_per_row: blocks drawn per row and epoch.
-        teacher_share: weight of the unquantized drafter's distribution against the target's tokens.
+        divergence_weight: of the divergence from the unquantized drafter, per nat, against a lost token.
         seed: of the dealing, the order and the anchors.
     """
 
@@ -59,7 +59,7 @@ class TuningSettings:
     learning_rate: float = 3e-2
     rows_per_step: int = 4
     anchors_per_row: int = 32
-    teacher_share: float = 0.5
+    divergence_weight: float = 0.3
     seed: int = 0
 
 
@@ -74,7 +74,7 @@ class TuningFacts:
         rows, stopping_rows: rows that gave gradients, and rows that were only watched.
         epochs, steps: that were run.
         best_epoch: whose state is the best on the stopping rows; 0 is the untuned state.
-        loss_before, loss_after: nats per anchor on the stopping rows, untuned and in the best epoch.
+        loss_before, loss_after: per anchor on the stopping rows (`tuning_loss`), untuned and in the best epoch.
         accept_length_before, accept_length_after: likewise.
     """
 
@@ -125,7 +125,7 @@ def tune(
         reporter: progress.
     """
     tunable = TunableDrafter(checkpoint, quantized, teacher.device)
-    loss = TuningLoss(tunable.model, teacher, target, settings.teacher_share)
+    loss = TuningLoss(tunable.model, teacher, target, settings.divergence_weight)
     gradient_rows, stopping_rows = deal_rows(rows, teacher.config.block_size, settings.seed)
     if not stopping_rows:
         reason = f"{len(gradient_rows)} usable rows of fewer than {LEAST_PROMPTS} prompts"

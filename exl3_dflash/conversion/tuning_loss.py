@@ -1,14 +1,15 @@
-"""What tuning minimizes: how surprised the quantized drafter is by the target's own tokens, where it matters.
+"""What tuning minimizes: the tokens of a block that the quantized drafter is expected to lose.
 
-For block row k = 1..B-1 of an anchor, with q the tuned drafter's distribution, p the unquantized drafter's, y the
-target's greedy token after the true prefix, and w = 1 while every earlier draft of the unquantized drafter agrees with
+For block rows k = 1..B-1 of an anchor, with q the tuned drafter's distribution, p the unquantized drafter's, y_k the
+target's greedy token after the true prefix, w_k = 1 while every earlier draft of the unquantized drafter agrees with
 the target (survival: later rows decide nothing), else 0:
 
-    loss = sum over rows of w * ((1 - s) * -ln q(y) + s * KL(p || q)),   s = teacher share
+    loss = sum over k of (1 - q_1(y_1) * ... * q_k(y_k))  +  d * sum over k of w_k * KL(p_k || q_k)
 
-The first term is the aim; the second is a dense signal (a distribution instead of a token) that keeps a few thousand
-scales from learning the calibration rows by heart. Survival is that of the unquantized drafter and not of the tuned
-one, or the loss would reward drafts that fail early.
+The first sum is what a block has (its rows with a label) less the expected number of draft tokens that the target
+accepts, were they drawn from q: a smooth form of the accept length. The second is a dense signal (a distribution
+instead of a token) that keeps a few thousand scales from learning the calibration rows by heart. Its survival is that
+of the unquantized drafter and not of the tuned one, or it would reward drafts that fail early.
 
 Memory: the graph of one group of anchors (`fisher.GROUP_ROWS` block rows and the context before them); logits exist for
 a chunk of anchors at a time, whose gradient at the final hidden states is collected before the backward pass.
@@ -58,7 +59,7 @@ class TeacherRow:
 
 @dataclass
 class LossSums:
-    """Sums over anchors: of the loss in nats, of the draft tokens accepted in a row, and their number."""
+    """Sums over anchors: of the loss, of the draft tokens accepted in a row, and their number."""
 
     loss: float = 0.0
     accepted: int = 0
@@ -82,14 +83,14 @@ class TuningLoss:
         model: the drafter under training.
         teacher: the unquantized drafter.
         target: their target.
-        teacher_share: s of the module docstring, 0 to 1.
+        divergence_weight: d of the module docstring, not negative.
     """
 
-    def __init__(self, model: DrafterModel, teacher: DrafterModel, target: Target, teacher_share: float) -> None:
+    def __init__(self, model: DrafterModel, teacher: DrafterModel, target: Target, divergence_weight: float) -> None:
         self._model = model
         self._teacher = teacher
         self._target = target
-        self._share = teacher_share
+        self._divergence_weight = divergence_weight
 
     def measure(self, rows: Iterable[TeacherRow]) -> LossSums:
         """The loss over the measured anchors of `rows`."""
@@ -151,12 +152,12 @@ class TuningLoss:
         labels = labels.to(proposal.ids.device)
         columns = self._model.draft_columns(labels).to(log_probs.device)
         known = (columns >= 0).to(log_probs.dtype)
-        weights = survival_weights(lesson.ids.to(labels.device), labels).to(log_probs) * (labels != NO_LABEL).to(
-            log_probs
-        )
-        surprise = -log_probs.gather(-1, columns.clamp(min=0)[..., None])[..., 0] * known
+        labelled = (labels != NO_LABEL).to(log_probs)
+        survival = survival_weights(lesson.ids.to(labels.device), labels).to(log_probs) * labelled
+        agreement = log_probs.gather(-1, columns.clamp(min=0)[..., None])[..., 0].exp() * known * labelled
+        lost = labelled - agreement.cumprod(-1)
         divergence = (wanted.exp() * (wanted - log_probs)).sum(-1)
-        loss = (weights * ((1.0 - self._share) * surprise + self._share * divergence)).sum()
+        loss = (lost + self._divergence_weight * survival * divergence).sum()
         sums.loss += float(loss.detach())
         sums.accepted += int((proposal.ids == labels).long().cumprod(-1).sum())
         sums.anchors += len(labels)

@@ -87,7 +87,8 @@ def test_no_memory_left_is_no_bug(capsys: pytest.CaptureFixture[str], monkeypatc
         monkeypatch.setattr(app_module, "app", fail)
         assert exit_code("quantize") == 1
         line = capsys.readouterr().err
-        assert line.startswith("error: out of memory (") and "fix: end other programs" in line
+        assert line.startswith("error: out of memory (")
+        assert "fix: end other programs" in line
 
 
 def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

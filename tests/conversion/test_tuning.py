@@ -40,7 +40,7 @@ from tests.tiny_models import make_tiny_drafter
 from tests.tiny_targets import make_tiny_llama
 
 QUIET = Reporter(quiet=True)
-FAST = TuningSettings(epochs=2, rows_per_step=2, anchors_per_row=6, teacher_share=0.9, learning_rate=1e-2)
+FAST = TuningSettings(epochs=2, rows_per_step=2, anchors_per_row=6, divergence_weight=3.0, learning_rate=1e-2)
 NOTHING = Calibration({}, 0, 0, 0, 0, 0)
 
 Pair = tuple[DrafterCheckpoint, Target, dict[str, QuantizedLinear]]
@@ -143,7 +143,9 @@ def test_the_tuned_state_is_better_on_rows_that_gave_no_gradients(pair: Pair) ->
         checkpoint, DrafterModel.from_checkpoint(checkpoint), target, rows, linears, NOTHING, FAST, QUIET, threads=1
     )
     teacher = DrafterModel.from_checkpoint(checkpoint)
-    loss = TuningLoss(tuned.model(checkpoint, torch.float32, torch.device("cpu")), teacher, target, FAST.teacher_share)
+    loss = TuningLoss(
+        tuned.model(checkpoint, torch.float32, torch.device("cpu")), teacher, target, FAST.divergence_weight
+    )
     watched = []
     for row in deal_rows(rows, 4, FAST.seed)[1]:
         output = target.tap_rows(row.ids, tap_layer_indices(checkpoint.config), want_logits=True)
