@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from exl3_dflash.calibration.rows import RowSet, load_rows
 from exl3_dflash.conversion.report import package_versions
 from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.conversion.tuning import TuningSettings
 from exl3_dflash.drafter.checkpoint import DrafterCheckpoint
 from exl3_dflash.errors import Exl3DflashError
 from exl3_dflash.hub.resolve import ResolvedModel, resolve
@@ -149,6 +150,7 @@ def _identity(
         "encoder": options.encoder,
         "dtype": options.dtype,
         "seed": options.seed,
+        "tuning": asdict(TuningSettings()) if options.tuned else None,
         "versions": package_versions(),
     }
 

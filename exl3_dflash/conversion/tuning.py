@@ -56,7 +56,7 @@ class TuningSettings:
     """
 
     epochs: int = 10
-    learning_rate: float = 3e-2
+    learning_rate: float = 1e-2
     rows_per_step: int = 4
     anchors_per_row: int = 32
     divergence_weight: float = 0.3
