@@ -52,10 +52,10 @@ CPU time on one thread ($machine, torch $torch; the limit is 300 s). The same se
 torch version, kind of processor and number of threads give the same weights, bit for bit. With `--measure` it also
 takes the figures below and writes these pages.
 
-Both models were trained with Muon, which learns faster than AdamW in so little time. This drafter of one layer uses most
-directions of its weights and loses much at 2 and 3 bits: a strict test of quantization methods. A drafter of the same
-shape that has learned less (AdamW, as many batches, accept length 3.4) loses less, one that has learned more (AdamW,
-eight times as many, 7.0) loses more; the project's documentation of calibration methods has the figures.
+Both models were trained with Muon, which learns faster than AdamW in so little time. This drafter of one layer uses
+most directions of its weights and loses much at 2 and 3 bits: a strict test of quantization methods. A drafter of the
+same shape that has learned less (AdamW, as many batches, accept length 3.4) loses less, one that has learned more
+(AdamW, eight times as many, 7.0) loses more; the project's documentation of calibration methods has the figures.
 
 ## Measured
 

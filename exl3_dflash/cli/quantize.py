@@ -70,9 +70,10 @@ def quantize(
         str,
         typer.Option(
             "--cal-data",
-            help="default: corpora and prompts; chat: the target's own answers; or a .txt, .jsonl, .safetensors file.",
+            help="default: corpora and prompts; chat: the target's own answers; or a .txt, .jsonl, .safetensors file; "
+            "auto: chat below 3 bits and with --tune, else default.",
         ),
-    ] = "default",
+    ] = "auto",
     cal_rows: Annotated[int, typer.Option("--cal-rows", help="Calibration rows.")] = 250,
     cal_cols: Annotated[int, typer.Option("--cal-cols", help="Tokens per calibration row.")] = 2048,
     eval_rows: Annotated[

@@ -32,7 +32,7 @@ def job_manifest(settings: JobSettings, checkpoint: DrafterCheckpoint, target: P
         checkpoint: the source.
         target: the target's directory, if there is one.
     """
-    cal_data = Path(settings.cal_data).expanduser()  # a file, or the word `default` or `chat`
+    cal_data = Path(settings.cal_data).expanduser()  # a file, or `default`, `chat` or `auto`
     manifest = {
         "settings": settings.binding(),
         "cal_data_sha256": file_sha256(cal_data) if cal_data.is_file() else None,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from exl3_dflash.calibration.rows import RowSet, check_source, load_rows
+from exl3_dflash.calibration.rows import CHAT, RowSet, check_source, load_rows
 from exl3_dflash.calibration.rowset import THINKING, check_thinking
 from exl3_dflash.conversion.calibrating import calibrate_job
 from exl3_dflash.conversion.deciding import Pair, decide_plan
@@ -32,7 +32,7 @@ from exl3_dflash.conversion.plan import QuantizationPlan, describe, make_plan
 from exl3_dflash.conversion.probing import probe_checkpoint
 from exl3_dflash.conversion.report import QuantizeReport
 from exl3_dflash.conversion.reporting import build_report
-from exl3_dflash.conversion.settings import JobSettings
+from exl3_dflash.conversion.settings import AUTO, JobSettings
 from exl3_dflash.conversion.space import require_job_space
 from exl3_dflash.conversion.steps import pack_rows, unpack_rows
 from exl3_dflash.conversion.tuning import TuningSettings
@@ -229,7 +229,8 @@ def _open_inputs(settings: JobSettings, reporter: Reporter) -> _Inputs:
     plan = make_plan(checkpoint, settings)
     target_source = None
     if settings.target is not None:
-        check_source(settings.cal_data)
+        if settings.cal_data != AUTO:
+            check_source(settings.cal_data)
         target_source = resolve(settings.target, "target")
         sketch = sketch_target(target_source.path, target_source.name)
         check_thinking(settings.thinking, sketch.supports_thinking, sketch.name)
@@ -258,8 +259,13 @@ def _load_rows(
     stored = work.load("rows")
     if stored is not None:
         return unpack_rows(stored)
+    source = settings.rows_source(target.tokenizer.has_chat_template)
+    if source == CHAT and settings.cal_data == AUTO:
+        reporter.note(
+            "note: the target writes the rows, which pays below 3 bits and with --tune; --cal-data default spares it"
+        )
     rows = load_rows(
-        settings.cal_data,
+        source,
         target,
         rows=settings.cal_rows if settings.calibration == "target" else 0,
         cols=settings.cal_cols,

@@ -15,6 +15,8 @@ from quantize.linear import OUT_SCALES
 from quantize.trellis import SUPPORTED_BITS
 
 CALIBRATIONS = ("target", "none")
+AUTO = "auto"
+OWN_ANSWERS_BELOW = 3.0  # bits; measured, docs/calibration_methods.md
 METHODS = ("two-sided", "one-sided")
 PLANS = ("auto", "uniform", "mixed")
 DEFAULT_BITS, DEFAULT_HEAD_BITS = 6.0, 8.0
@@ -39,7 +41,7 @@ class JobSettings:
         out_scales: output channel scales: `auto`, `always` or `never`.
         calibration: `target` (run the target) or `none` (no Hessian, no feedback).
         method: of calibrated layers: errors weighed by inputs and outputs (`two-sided`) or inputs only (`one-sided`).
-        cal_data: `default`, `chat` or a path (see `exl3_dflash.calibration.rows`).
+        cal_data: `default`, `chat` or a path (see `exl3_dflash.calibration.rows`), or `auto`: see `rows_source`.
         cal_rows, cal_cols: calibration rows and tokens per row.
         thinking: of prompts of calibration and held-out rows: `default` (of the template), `on`, `off`, `both`.
         tune: train scales and norms on the calibration rows after encoding (see `conversion.tuning`).
@@ -65,7 +67,7 @@ class JobSettings:
     out_scales: str = "auto"
     calibration: str = "target"
     method: str = "two-sided"
-    cal_data: str = "default"
+    cal_data: str = AUTO
     cal_rows: int = 250
     cal_cols: int = 2048
     thinking: str = "default"
@@ -102,6 +104,19 @@ class JobSettings:
             return self.plan
         is_rate = self.bits in SUPPORTED_BITS and (self.bits == int(self.bits) or self.codebook == "mul1")
         return "uniform" if is_rate else "mixed"
+
+    def rows_source(self, has_chat_template: bool) -> str:
+        """Where rows come from: with `auto`, the target's own answers where they pay (few bits, tuning) and can be had.
+
+        Args:
+            has_chat_template: whether the target has one.
+        """
+        if self.cal_data != AUTO:
+            return self.cal_data
+        bits = self.bits if self.recipe is None else self.recipe.target_bpw
+        few = bits is not None and bits < OWN_ANSWERS_BELOW
+        pays = self.calibration == "target" and (self.tune or few)
+        return "chat" if pays and has_chat_template else "default"
 
     def binding(self) -> dict[str, Any]:
         """The settings that make the result what it is, as plain data."""
