@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,13 +39,15 @@ def round_to_bfloat16(model: nn.Module) -> None:
             parameter.copy_(parameter.to(torch.bfloat16))
 
 
+def print_since(started: float, line: str) -> None:
+    """One line of progress, with the CPU seconds since `started`."""
+    print(f"{time.process_time() - started:6.0f} s CPU  {line}", file=sys.stderr, flush=True)
+
+
 def train_pair(out: Path, seed: int) -> float:
     """Train and write both models and the prompts; returns CPU seconds."""
     started = time.process_time()
-
-    def log(line: str) -> None:
-        print(f"{time.process_time() - started:6.0f} s CPU  {line}", file=sys.stderr, flush=True)
-
+    log = partial(print_since, started)
     target = train_target(seed, TARGET_STAGES, log)
     round_to_bfloat16(target)
     target.requires_grad_(False)
@@ -60,10 +63,7 @@ def train_pair(out: Path, seed: int) -> float:
 def train_another_drafter(out: Path, target_directory: Path, seed: int, adamw: bool, times: int) -> float:
     """Train a drafter for a finished target and write it; returns CPU seconds."""
     started = time.process_time()
-
-    def log(line: str) -> None:
-        print(f"{time.process_time() - started:6.0f} s CPU  {line}", file=sys.stderr, flush=True)
-
+    log = partial(print_since, started)
     target = TargetNetwork().requires_grad_(False)
     load_tensors(target, load_file(target_directory / "model.safetensors"))
     stages = lengthened(DRAFTER_STAGES, times)
