@@ -96,6 +96,7 @@ struct Pair {
     uint16_t* between[T];  // null if the way back does not need it
     uint16_t* after[T];
     uint16_t lowest[T];  // of the last row that was levelled
+    uint64_t reached;    // a bit per part, set if any tile's path can be there; other nodes get the highest cost
 };
 
 // Two steps for T tiles, the first of them at an even position.
@@ -105,10 +106,15 @@ struct Pair {
 // cache, and half of their traffic is saved. Where the way back needs the row between, it is written whole.
 constexpr int kPart = 1024;
 
+template <class V>
+constexpr int part_length(int odd) {
+    return kGroup<V> << odd > kPart ? kGroup<V> << odd : kPart;
+}
+
 template <class V, int EVEN, int ODD, int T, bool LEVEL>
 void advance_pair(Pair<T>& pair) {
     constexpr int nodes = kStates >> EVEN, nodes_between = kStates >> ODD, candidates = 1 << EVEN;
-    constexpr int length = kGroup<V> << ODD > kPart ? kGroup<V> << ODD : kPart, stretch = length >> ODD;
+    constexpr int length = part_length<V>(ODD), stretch = length >> ODD;
     alignas(64) uint16_t little[T][candidates * stretch];
     const bool whole = pair.between[0] != nullptr;
     uint16_t* between[T];
@@ -119,6 +125,10 @@ void advance_pair(Pair<T>& pair) {
         least[t] = V::broadcast(-1);
     }
     for (int first = 0; first < nodes; first += length) {
+        if (!(pair.reached >> first / length & 1)) {
+            for (int t = 0; t < T; ++t) std::memset(pair.after[t] + first, 0xff, length * sizeof(uint16_t));
+            continue;
+        }
         const int begin = first >> ODD;
         for (int k = 0; k < candidates; ++k) {
             const int at = k * (nodes >> ODD) + begin;
@@ -188,6 +198,22 @@ void fill_full(Rate rate, const float* values, void* memory) {
     }
 }
 
+constexpr uint64_t kAllParts = ~uint64_t{0};
+
+// The parts that any of T tiles can have reached from `start` (T) after an even number of steps: the bits chosen since
+// are the low ones of a node.
+template <class V, int T>
+uint64_t reached_parts(Rate rate, const int* start, int steps) {
+    const int chosen = steps / 2 * rate.bits_per_pair(), length = part_length<V>(rate.odd);
+    if (chosen >= kStateBits - rate.even) return kAllParts;
+    uint64_t parts = 0;
+    for (int t = 0; t < T; ++t) {
+        const int first = (start[t] << chosen) & ((kStates >> rate.even) - 1);
+        for (int part = first / length; part * length < first + (1 << chosen); ++part) parts |= uint64_t{1} << part;
+    }
+    return parts;
+}
+
 // Forward over all 256 steps for T tiles; the highest of the rows' lowest costs of each tile goes to `worst`.
 template <class V, int T>
 void forward16(const Plan& plan, const FullTables& tables, const int16_t* weights, int roll, const int* start,
@@ -211,7 +237,10 @@ void forward16(const Plan& plan, const FullTables& tables, const int16_t* weight
             pair.between[t] = rows[t].kept(step) ? rows[t].row(step) : nullptr;
             pair.after[t] = rows[t].kept(step + 1) ? rows[t].row(step + 1) : rows[t].spare(step / 2);
         }
-        ((step + 2) % level_every(plan.rate) ? advance : advance_and_level)(pair);
+        const bool level = (step + 2) % level_every(plan.rate) == 0;
+        const bool few = start && !level && !pair.between[0];
+        pair.reached = few ? reached_parts<V, T>(plan.rate, start, step + 2) : kAllParts;
+        (level ? advance_and_level : advance)(pair);
         for (int t = 0; t < T; ++t) {
             pair.before[t] = pair.after[t];
             worst[t] = pair.lowest[t] > worst[t] ? pair.lowest[t] : worst[t];
