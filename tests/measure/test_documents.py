@@ -29,7 +29,11 @@ GRIDS = {
         *GGUF,
         *(f"{b} bpw, {m}" for b in ("2", "2.5", "3", "4") for m in (*METHODS, "one-sided", "mixed")),
     ),
-    "smollm2": (*GGUF, *(f"{b} bpw, {m}" for b in ("2", "3", "4") for m in METHODS)),
+    "smollm2": (
+        "2 bpw, two-sided-tuned",
+        *GGUF,
+        *(f"{b} bpw, {m}" for b in ("2", "3", "4") for m in (*METHODS, "one-sided", "mixed")),
+    ),
 }
 
 
