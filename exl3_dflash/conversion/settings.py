@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from exl3_dflash.calibration.rows import CHAT, DEFAULT
 from exl3_dflash.calibration.rowset import check_thinking
 from exl3_dflash.conversion.recipe import Recipe
 from exl3_dflash.errors import Exl3DflashError
@@ -116,7 +117,7 @@ class JobSettings:
         bits = self.bits if self.recipe is None else self.recipe.target_bpw
         few = bits is not None and bits < OWN_ANSWERS_BELOW
         pays = self.calibration == "target" and (self.tune or few)
-        return "chat" if pays and has_chat_template else "default"
+        return CHAT if pays and has_chat_template else DEFAULT
 
     def binding(self) -> dict[str, Any]:
         """The settings that make the result what it is, as plain data."""
